@@ -78,25 +78,35 @@ def lines(heads: str, rows: Iterable[list[str]]) -> list[str]:
 def headlines() -> list[str]:
     """Measurements next to dense ones: recall 0.95 on real weights, then a fixed density."""
     methods = ("recall_95", "dense")
-    steps, losses = [], []
+    # Of the studies at equal time, the first alone has several seeds.
+    seeded = EQUAL_TIME[0]
+    seconds = result(seeded)["runs"]["dense"]["seconds"][-1]
+    what = f"held-out loss after {seconds:.0f} s of training, {_tokens(seeded)}, three seeds"
+    rows = [[what, *(_range_of_seeds(seeded, name) for name in methods)]]
     for file in EQUAL_TIME[1:]:
         runs = result(file)["runs"]
-        tokens = f"{max(result(file)['lengths']):,} tokens"
         times = [f"{runs[name]['step_seconds']:.2f} s" for name in methods]
-        steps.append([f"training step, SmolLM2-135M, {tokens}", *times])
-        scores = [f"{_mean_score(file, name, name):.3f}" for name in methods]
-        seconds = runs["dense"]["seconds"][-1]
-        losses.append([f"held-out loss after {seconds:.0f} s of training, {tokens}", *scores])
+        rows.append([f"training step, SmolLM2-135M, {_tokens(file)}", *times])
     times = []
-    for name in ("flex", "cudnn"):
+    for name in ("flex", "flash-attn-4"):
         found = row("attention_h200", name=name, seq_len=131072)
         times.append(f"{found['forward_ms'] + found['backward_ms']:.1f} ms")
-    rows = [
-        *losses,
-        *steps,
-        ["attention, forward and backward, 131,072 tokens, 5 % density", *times],
-    ]
+    rows.append(["attention, forward and backward, 131,072 tokens, 5 % density", *times])
     return lines("what was measured | titan_sparse | dense", rows)
+
+
+def _tokens(file: str) -> str:
+    return f"{max(result(file)['lengths']):,} tokens"
+
+
+def _range_of_seeds(file: str, method: str) -> str:
+    """The lowest and the highest loss of a method, as trained. Raises LookupError without three seeds."""
+    rows = result(file)["evaluations"]
+    found = [one for one in rows if one["method"] == one["mode"] == method]
+    if len(found) < 3:
+        raise LookupError(f"{file} has {len(found)} seeds of {method}, not three")
+    losses = [one["scores"]["loss"] for one in found]
+    return f"{min(losses):.3f} to {max(losses):.3f}"
 
 
 # Attention on one GPU -----------------------------------------------------------------------------

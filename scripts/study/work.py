@@ -6,7 +6,9 @@ allocator has to be set.
 
 import contextlib
 import json
+import os
 import re
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -80,15 +82,20 @@ def train(study: Study, run: Run, deadline: float) -> None:
 
 
 def time_steps(study: Study, method: str) -> None:
-    """Write the seconds of a step, the median of some steps that are neither logged nor saved."""
-    config = training_configuration(study, Run(f"steps/{method}", method, 0), steps=2)
+    """Write the seconds of a step, the median of some steps that are neither logged nor saved.
+
+    Parts that run at the same time may time the same method. The first to end writes its seconds.
+    """
+    run = Run(f"steps/{method}-{os.getpid()}", method, 0)
+    config = training_configuration(study, run, steps=2)
     config.checkpoint.enable = False
     with fresh_trainer(config) as trainer:
         # The two steps compile. The second of the others may capture a CUDA graph.
         trainer.train()
         seconds = median(seconds_of_steps(trainer, TIMED_STEPS))
-    study.seconds_file(method).parent.mkdir(exist_ok=True)
-    write_json(study.seconds_file(method), seconds)
+    shutil.rmtree(study.folder / run.name)
+    if not study.seconds_file(method).is_file():
+        write_json(study.seconds_file(method), seconds)
     print(f"{method}: {seconds:.3f} s a step", flush=True)
 
 
@@ -108,7 +115,7 @@ class HeldOut:
     def is_due(self, step: int) -> bool:
         return step in self.steps
 
-    def run(self, scorer: Scorer, step: int, metrics: Any, writes: bool) -> None:
+    def run(self, scorer: Scorer, step: int, metrics: Any) -> None:
         losses = {}
         for kind, windows in self.windows.items():
             losses[kind] = position.position_loss(scorer, windows, self.length, 1)["loss"]

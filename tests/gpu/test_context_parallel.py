@@ -200,7 +200,10 @@ def _errors_of(
 
 
 def _memory(cp: ContextParallel) -> list[int]:
-    """Bytes after 5 and after 50 calls, forward and backward, without garbage collection, as in training."""
+    """Bytes after 5 and after 50 calls, forward and backward, without garbage collection, as in training.
+
+    Those that were asked for: what the allocator gives depends on how it has split its memory before.
+    """
     *qkv, d_out = (cp.shard(x, 2) for x in _inputs(TOKENS))
     gc.collect()
     gc.disable()
@@ -212,7 +215,8 @@ def _memory(cp: ContextParallel) -> list[int]:
             d_out,
             *qkv,
         )
-        found += [torch.cuda.max_memory_allocated()] if call in (5, 50) else []
+        peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+        found += [peak] if call in (5, 50) else []
     gc.enable()
     return found
 
@@ -326,7 +330,11 @@ def test_training_on_several_is_training_on_one(tmp_path):
 
 
 TIMEOUT_SECONDS = 8
-HANGS = SHORT | {"parallelism.cp": RANKS, "parallelism.timeout_seconds": TIMEOUT_SECONDS}
+HANGS = SHORT | {
+    "parallelism.cp": RANKS,
+    "parallelism.timeout_seconds": TIMEOUT_SECONDS,
+    "data.join_packages": "false",
+}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """transformers' models on a GPU: our attention in bf16 against sdpa's errors, and who waits."""
 
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ LENGTHS = [300, 60, 640]
 
 
 def on_gpu(name: str, **changes) -> nn.Module:
-    sizes = {"head_dim": 64, "max_position_embeddings": SEQ_LEN}
+    sizes = {"head_dim": 64, "max_position_embeddings": 1024}
     return family(name, **sizes, **changes).to("cuda", torch.bfloat16)
 
 
@@ -91,3 +92,34 @@ def waits(model: nn.Module, inputs: dict[str, Tensor]) -> int:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return sum("synchroniz" in str(warning.message) for warning in seen)
+
+
+def test_reduce_overhead_replays_the_same(fresh_compiler):
+    """Dense attention is in the CUDA graphs of mode "reduce-overhead". cuDNN adds dq in any order."""
+    register()
+    model = on_gpu("llama")
+    model.set_attn_implementation("titan_sparse")
+    wanted = _losses_and_norms(model, torch.compile(model))
+    torch.compiler.reset()
+    captured = torch.compile(model, mode="reduce-overhead")
+    found = _losses_and_norms(model, captured)
+    torch.testing.assert_close(found[:, 0], wanted[:, 0], rtol=0, atol=0)
+    torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-4)
+    with torch.profiler.profile() as profile:
+        _losses_and_norms(model, captured)
+        torch.cuda.synchronize()
+    assert any("cudaGraphLaunch" in event.name for event in profile.events())
+
+
+def _losses_and_norms(model: nn.Module, run: Callable) -> Tensor:
+    """[steps, 1 + parameters]: the loss and the gradients' norms at steps of other tokens each."""
+    found = []
+    for step in range(5):
+        torch.compiler.cudagraph_mark_step_begin()
+        model.zero_grad()
+        ids = tokens(2, 1024, seed=step).cuda()
+        loss = run(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        norms = [parameter.grad.float().norm() for parameter in model.parameters()]
+        found.append(torch.stack([loss.detach().float(), *norms]))
+    return torch.stack(found)

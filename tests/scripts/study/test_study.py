@@ -210,7 +210,6 @@ def test_logits_are_compared_with_transformers(tiny, monkeypatch):
         real_model.check(tiny)
 
 
-@pytest.mark.slow
 def test_equal_time(tmp_path):
     """Methods have the steps that fit into the seconds of the dense ones, and held-out loss on the way."""
     torch.set_num_threads(1)
