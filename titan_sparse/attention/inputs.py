@@ -54,7 +54,8 @@ def ranks_of(cp: ContextParallel | None, block_size: int | None) -> Ranks:
         raise ValueError(
             f"block_size={block_size} differs from that of cp ({cp.block_size}); leave it out"
         )
-    return Ranks(cp.key, cp.size, cp.block_size, cp.layout)
+    # Constants of a compiled graph, as the key is.
+    return Ranks(cp.key, operator.index(cp.size), operator.index(cp.block_size), cp.layout)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
