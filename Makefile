@@ -42,7 +42,7 @@ test-faults: $(VENV)/.installed
 	$(VENV)/bin/python -m pytest -m faults
 
 test-gpu: $(VENV)/.installed
-	$(VENV)/bin/python -m pytest -m gpu --numprocesses 12
+	$(VENV)/bin/python -m pytest -m gpu --numprocesses 12 --dist worksteal
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff format --check .

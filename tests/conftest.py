@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the programs that tests start
 torch.set_num_threads(1)
+# Each process that compiles would else start a compiler for every core.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
 
 # GPUS_TO_SHARE=4 pytest -n 16: each worker has one of so many GPUs to itself and its like.
 if "GPUS_TO_SHARE" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
@@ -69,6 +71,11 @@ if not torch.cuda.is_available():
 
 
 LONGEST = [
+    "tests/gpu/test_context_parallel.py",
+    "tests/gpu/test_training.py",
+    "tests/gpu/test_examples.py",
+    "tests/gpu/test_step_graphs.py",
+    "tests/gpu/test_compiling.py",
     "tests/kernels/test_compile_only.py",
     "tests/training/test_trainer.py",
     "tests/training/test_wiring.py",

@@ -102,7 +102,8 @@ def torchrun(processes: int, *words: object) -> list[str]:
     return command + [str(word) for word in words]
 
 
-def _set_variables(rank: int, world_size: int) -> None:
+def set_variables(rank: int, world_size: int) -> None:
+    """Make this process a rank, with one thread, as torchrun would."""
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank),
@@ -113,7 +114,7 @@ def _set_variables(rank: int, world_size: int) -> None:
 
 
 def _entry(rank: int, world_size: int, rendezvous: str, function: Callable, args: tuple) -> None:
-    _set_variables(rank, world_size)
+    set_variables(rank, world_size)
     store = dist.FileStore(rendezvous, world_size)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
@@ -127,7 +128,7 @@ def _entry(rank: int, world_size: int, rendezvous: str, function: Callable, args
 def _entry_of_program(
     rank: int, world_size: int, port: int, main: Callable, words: list[str], folder: str
 ) -> None:
-    _set_variables(rank, world_size)
+    set_variables(rank, world_size)
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),

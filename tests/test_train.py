@@ -7,7 +7,7 @@ import shlex
 import torch.distributed as dist
 
 from tests.distributed import run_program
-from tests.docs.pages import demo_command
+from tests.docs.commands import demo_command
 from titan_sparse.commands import evaluate, export_hf, train
 from titan_sparse.config import Config, save
 from titan_sparse.training.metrics_output import read_lines

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.reference import dense_attention, structured_qkv, tiles_of
-from titan_sparse.attention import attend, recorder
+from titan_sparse.attention import attend
 from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.context_parallel.schedules import SCHEDULES
 from titan_sparse.attention.masks.ranges import (
@@ -22,7 +22,6 @@ from titan_sparse.attention.observe import (
     worker_imbalance,
 )
 from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash, XAttention
-from titan_sparse.attention.recorder import counting_caps
 
 BLOCK = 8
 SEQ_LEN = 24 * BLOCK
@@ -119,28 +118,6 @@ def test_recall_is_that_of_rows_spread_over_the_sequence(case):
     if case != "full":
         # The first rows are dense, and would say too much.
         assert (kept[:, :, :9].mean((0, 2)) - spread).abs().max() > 0.01
-
-
-def test_recordings_within_recordings():
-    """The inner one has the calls inside it, and the outer one those before and after."""
-    q, k, v = structured_qkv(2, 4, 2, SEQ_LEN, 16)
-
-    def run() -> None:
-        attend(q, k, v, Causal(), SPARSE, block_size=BLOCK)
-
-    with recording() as outer, counting_caps() as outer_caps:
-        run()
-        with recording() as inner, counting_caps() as inner_caps:
-            run()
-            run()
-            with pytest.raises(KeyError), recording(), counting_caps():
-                raise KeyError
-            run()
-        run()
-    run()
-    assert [len(seen.visited) for seen in (outer, inner)] == [2, 3]
-    assert [len(seen) for seen in (outer_caps, inner_caps)] == [2, 3]
-    assert recorder.listening is None and recorder.capped is None
 
 
 def test_large_sequences_are_counted_in_pieces(monkeypatch):

@@ -10,6 +10,7 @@ import transformers
 
 from tests.distributed import run_program
 from tests.models.transformers_models import tiny_model
+from tests.refusals import error_of
 from titan_sparse.commands.choose import (
     choice,
     configurations,
@@ -106,8 +107,7 @@ def test_nothing_is_measured_where_nothing_is_sparse(folder, capsys):
     words = [*_words(folder, "short"), "--config", str(folder / "run.toml")]
     below = words.index("--attention.vertical_slash.dense_below") + 1
     words[below] = "401"
-    assert main(words) == 2
-    assert "--seq-len 400: everything would be dense" in capsys.readouterr().err
+    assert "--seq-len 400: everything would be dense" in error_of(capsys, main, *words)
     assert not (folder / "short").exists()
     words[words.index("fixed")] = "packed"
     words[below] = "390"
@@ -123,9 +123,8 @@ def test_nothing_is_measured_where_nothing_is_sparse(folder, capsys):
     "word", ["--optimizer.lr=1", "--attention.vertical_slash.recall=0.5", "--validation.every=3"]
 )
 def test_what_it_would_ignore_is_refused(folder, capsys, word):
-    assert main([*_words(folder, "none"), word]) == 2
-    key = word[2:].partition("=")[0]
-    assert f"choose itself sets {key}; leave it out" in capsys.readouterr().err
+    error = error_of(capsys, main, *_words(folder, "none"), word)
+    assert f"choose itself sets {word[2:].partition('=')[0]}; leave it out" in error
 
 
 @pytest.mark.parametrize("a, b, c, d", [(3.0, 2.0, 50.0, 0.5), (0.0, 1.0, 1.0, 0.0)])

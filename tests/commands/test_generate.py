@@ -1,6 +1,7 @@
 """titan-sparse generate: its text against transformers, from folders and runs, on one rank and on two."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import transformers
 
 from tests.distributed import run_program
 from tests.models.transformers_models import tiny_model
+from tests.refusals import error_of
 from titan_sparse.commands import export_hf
 from titan_sparse.commands.generate import main
 from titan_sparse.data.tokenizer import ByteTokenizer
@@ -82,8 +84,7 @@ def test_a_text_ends_with_a_special_token(model, capsys, tmp_path):
     ids = tokenizer(PROMPT)["input_ids"]
     found = _by_transformers(model, ids, max_new_tokens=12)
     end = next(token for place, token in enumerate(found) if place and token not in found[:place])
-    for file in model.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(model, tmp_path, dirs_exist_ok=True)
     _write_tokenizer(tmp_path, end=tokenizer.decode([end]))
     wanted = _by_transformers(model, ids, max_new_tokens=12, eos_token_id=end)
     assert wanted[-1] == end and len(wanted) < 12
@@ -131,31 +132,25 @@ def test_a_letter_arrives_when_it_is_whole():
         (["a", "--temperature=-1"], "-1 is not a temperature; write 0 or more"),
         (["a", "--temperature=nan"], "nan is not a temperature"),
         (["a", "--tokens=0"], "0 is too small"),
-        (["a", "--as=chat"], "has a chat template"),
         (["a", "--data.tokenizer=bytes"], "has other tokens than model.initial_hf"),
         (["a", "--data.tokenizer=none"], "does not exist"),
         (["a", "--dry-run"], "flags of train.py would be ignored"),
     ],
 )
-def test_what_cannot_be_generated_is_refused(model, capsys, tmp_path, words, reason):
-    if words[-1] == "--as=chat":
-        for file in model.glob("*.[js]*"):
-            if "template" not in file.name:
-                (tmp_path / file.name).write_bytes(file.read_bytes())
-        model = tmp_path
-    assert main([str(model), *words, "--training.device=cpu"]) == 2
-    error = capsys.readouterr().err
-    assert reason in error and error.startswith("error: ") and error.count("\n") == 1
+def test_what_cannot_be_generated_is_refused(model, capsys, words, reason):
+    assert reason in error_of(capsys, main, str(model), *words, "--training.device=cpu")
 
 
-def test_folders_without_a_whole_model_are_refused(tmp_path, capsys):
-    assert main([str(tmp_path), "a"]) == 2
-    assert "holds no complete checkpoint" in capsys.readouterr().err
+def test_folders_that_lack_what_is_needed_are_refused(model, tmp_path, capsys):
+    def refusal(*words: str) -> str:
+        return error_of(capsys, main, str(tmp_path), "a", "--training.device=cpu", *words)
+
+    assert "holds no complete checkpoint" in refusal()
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert main([str(tmp_path), "a"]) == 2
-    said = "holds adapters alone; write the run, or what export_hf --merge"
-    assert said in capsys.readouterr().err
+    assert "holds adapters alone; write the run, or what export_hf --merge" in refusal()
     (tmp_path / "adapter_config.json").unlink()
     (tmp_path / "config.json").write_text("{}")
-    assert main([str(tmp_path), "a"]) == 2
-    assert "model.initial_hf: " in capsys.readouterr().err
+    assert "model.initial_hf: " in refusal()
+    shutil.copytree(model, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").unlink()
+    assert "has a chat template" in refusal("--as=chat")

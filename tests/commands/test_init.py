@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from tests.data.helpers import ANSWER, CHAT, CHATML, write_rows, write_tokenizer
 from tests.models.transformers_models import tiny_model
+from tests.refusals import error_of, refused
 from titan_sparse.commands import init, options, show_data, train
 from titan_sparse.commands.init import EXAMPLES
 from titan_sparse.config import load, load_and_check
@@ -70,14 +71,13 @@ def test_an_example_says_what_its_keys_mean(example, tmp_path):
         report = ["--dry-run", "--device-memory", "79", "--ranks", "1"]
         assert train.main(["--config", "run.toml", "--training.device=cuda", *report]) == 0
     else:
-        with pytest.raises(ValueError, match="MODEL_FOLDER"):
+        with refused("MODEL_FOLDER"):
             load_and_check(["--config", "run.toml"], 1, 1)
 
 
 def test_another_word_is_refused(capsys):
     for words in ([], ["finetune"], ["sft", "more"]):
-        assert init.main(words) == 2
-        assert capsys.readouterr().err.startswith("error: ")
+        error_of(capsys, init.main, *words)
 
 
 def test_options_and_refused_combinations_are_printed(capsys):
@@ -87,8 +87,7 @@ def test_options_and_refused_combinations_are_printed(capsys):
     assert "--attention.pattern dense|vertical_slash|xattention|moba" in printed
     assert '* attention.backend = "cudnn" does not go with attention.pattern' in printed
     assert 'attention.schedule = "double_ring" does not go with parallelism.cp = 1' in printed
-    assert options.main(["--attention.blocks", "100"]) == 2
-    assert "attention.blocks" in capsys.readouterr().err
+    assert "attention.blocks" in error_of(capsys, options.main, "--attention.blocks", "100")
 
 
 COLOR = re.compile("\033\\[\\d+m")
@@ -140,11 +139,9 @@ def test_prepared_chats_and_text_are_shown_too(words, tmp_path, capsys):
 
 
 def test_mistakes_are_one_line(words, tmp_path, capsys):
-    assert show_data.main([*words, "--samples", "-1"]) == 2
-    assert show_data.main([*words, "--dry-run"]) == 2
+    negative = error_of(capsys, show_data.main, *words, "--samples", "-1")
+    assert "--samples: -1 is too small" in negative
+    assert "flags" in error_of(capsys, show_data.main, *words, "--dry-run")
     write_rows(tmp_path / "chats.jsonl", [{"messages": CHAT[:2]}])
-    assert show_data.main(words) == 2
-    errors = capsys.readouterr().err.strip().splitlines()
-    told = [line for line in errors if line.startswith("error: ")]
-    assert len(told) == 3 and "--samples: -1 is too small" in told[0] and "flags" in told[1]
-    assert 'chats.jsonl, row 1: "messages" holds no message of the role "assistant"' in told[2]
+    error = error_of(capsys, show_data.main, *words)
+    assert 'chats.jsonl, row 1: "messages" holds no message of the role "assistant"' in error

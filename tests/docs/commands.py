@@ -1,5 +1,6 @@
-"""What the tests do with a command that README or docs show. The program runs in this process, in a folder
-that holds everything the commands name. One that needs GPUs or hours is stopped after its parser."""
+"""The commands that README, CONTRIBUTING.md, and docs/*.md show, and what the tests do with them. A program
+runs in this process, in a folder that holds everything the commands name. One that needs GPUs or hours is
+stopped after its parser."""
 
 import argparse
 import contextlib
@@ -7,6 +8,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import shutil
 import sys
 import tomllib
@@ -20,9 +22,43 @@ import torch.distributed as dist
 from torch.distributed.run import get_args_parser
 
 from tests.data.helpers import CHATML, write_rows, write_tokenizer
-from tests.docs.pages import ROOT, demo_command
 from tests.runs import debug_run, write_texts
 from titan_sparse.config import load, save
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+Command = tuple[str, ...]
+"""The words of a shell command, without variables set before it."""
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of this language, in order."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def commands_of(page: Path) -> list[Command]:
+    """The commands of a page's bash blocks. A backslash at the end of a line joins it with the next."""
+    commands = []
+    for block in blocks(page, "(?:ba)?sh"):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            while words and re.match(r"[A-Z_]+=", words[0]):
+                words = words[1:]
+            if words:
+                commands.append(tuple(words))
+    return commands
+
+
+def demo_command() -> Command:
+    """README's command that trains on the CPU. tests/test_train.py runs it."""
+    [demo] = [
+        words
+        for words in commands_of(PAGES[0])
+        if words[0] == "torchrun" and "train_configs/demo_cpu.toml" in words
+    ]
+    return demo
+
 
 COMMANDS = "titan_sparse.commands."
 

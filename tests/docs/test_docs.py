@@ -6,12 +6,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import torch
 
 from scripts.docs import numbers
 from tests.distributed import run_program
-from tests.docs.commands import try_command, workspace
-from tests.docs.pages import PAGES, ROOT, blocks, commands_of
+from tests.docs.commands import PAGES, ROOT, blocks, commands_of, try_command, workspace
 from titan_sparse.config import Config, load
 from titan_sparse.config.reading import SECTIONS, walk
 from titan_sparse.models.flavours import FLAVOURS
@@ -28,7 +26,6 @@ def _is_distributed(block: str) -> bool:
     "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name
 )
 def test_examples_run(page, tmp_path, monkeypatch):
-    torch.set_num_threads(1)
     monkeypatch.chdir(tmp_path)
     names: dict = {}
     for block in blocks(page, "python"):  # one after the other, as a reader would
@@ -57,7 +54,6 @@ def files(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_commands_run(command, files, monkeypatch):
-    torch.set_num_threads(1)
     monkeypatch.chdir(files)
     try_command(command, files)
 

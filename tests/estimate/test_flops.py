@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.models.helpers import build
 from tests.runs import TINY, metrics_of, tiny_config, train
 from titan_sparse.estimate.flops import (
     causal_pairs,
@@ -17,8 +18,6 @@ from titan_sparse.estimate.flops import (
 from titan_sparse.models.config import resolve_adapters
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import FLAVOURS
-from titan_sparse.models.initialization import initialize
-from titan_sparse.models.lora import add_adapters
 
 
 @pytest.mark.parametrize("model", [TINY, FLAVOURS["llama3.1-8b"], FLAVOURS["qwen2.5-3b"]])
@@ -40,11 +39,8 @@ def test_flops_with_adapters_are_those_of_torchs_counter(targets):
     """Of linear layers, without gradients that are not needed: those of the first adapters' inputs."""
     model = dataclasses.replace(FLAVOURS["debug"], layers=2)
     adapters = resolve_adapters(model, 4, 32, 0.0, targets, "default")
-    with torch.device("meta"):
-        decoder = Decoder(model, lambda q, k, v, mask: q + (k + v).sum(1, keepdim=True))
-        add_adapters(decoder, adapters)
-    decoder = decoder.to_empty(device="cpu")
-    initialize(decoder, 0, model)
+    attend = lambda q, k, v, mask: q + (k + v).sum(1, keepdim=True)  # noqa: E731
+    decoder = build(model, dtype=torch.float32, attend=attend, adapters=adapters)
     tokens = torch.zeros(1, 64, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
         decoder(tokens, tokens, None, tokens).backward()

@@ -32,8 +32,6 @@ from titan_sparse.models.flavours import FLAVOURS, resolve
 from titan_sparse.training.dry_run import host_gib, step_of
 from titan_sparse.training.model import build_model
 
-torch.set_num_threads(1)
-
 ROOT = Path(__file__).parents[2]
 
 # Published shapes with few layers: tied with biases; a head of its own; queries wider than the model, with their norms.

@@ -15,9 +15,12 @@ import sys
 from pathlib import Path
 from typing import IO
 
-from tests.distributed import forkserver, torchrun
+import torch
+
+from tests.distributed import forkserver, set_variables, torchrun
 from tests.faults.planted import Faults, plant
 from tests.runs import write_texts
+from titan_sparse.commands import train
 
 ROOT = Path(__file__).parents[2]
 
@@ -137,21 +140,10 @@ def _rank_main(
     os.dup2(file, 2)
     if file_bytes:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
-    if ranks > 1:
-        os.environ |= {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": str(port),
-        }
-    sys.argv = [str(ROOT / "train.py"), *words]
-    # Imported here: the process of the tests may not want torch.
-    import torch
-
-    from titan_sparse.commands import train
-
     torch.set_num_threads(1)
+    if ranks > 1:
+        set_variables(rank, ranks)
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    sys.argv = [str(ROOT / "train.py"), *words]
     plant(faults)
     sys.exit(train.main())

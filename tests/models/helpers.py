@@ -1,22 +1,24 @@
-"""Small decoders, small random models of transformers in a folder, and how ours reads them."""
+"""Small decoders, and folders of Hugging Face: how ours reads, changes, and writes them."""
 
 import json
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from titan_sparse.models.config import DecoderConfig
+from tests.models.transformers_models import VOCAB
+from titan_sparse.models.config import Adapters, DecoderConfig
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import export_weights, load_weights
 from titan_sparse.models.huggingface_files import files_to_copy
 from titan_sparse.models.initialization import initialize
+from titan_sparse.models.lora import add_adapters
 from titan_sparse.training.checkpoint.reader import read_into
 
 
@@ -31,12 +33,20 @@ def causal(length: int) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool).tril()
 
 
-def build(config: DecoderConfig, seed: int = 0) -> Decoder:
-    """As a trainer does: on meta, then materialised, then initialised."""
+def build(
+    config: DecoderConfig,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    attend: Callable[..., Tensor] = dense_attend,
+    adapters: Adapters | None = None,
+) -> Decoder:
+    """As a trainer does: on meta, then materialized, then initialized."""
     with torch.device("meta"):
-        model = Decoder(config, dense_attend)
-    model = model.double().to_empty(device="cpu")
-    initialize(model, seed, config)
+        model = Decoder(config, attend).to(dtype)
+        if adapters:
+            add_adapters(model, adapters)
+    model = model.to_empty(device="cpu")
+    initialize(model, seed, config, adapters=adapters)
     return model
 
 
@@ -46,11 +56,6 @@ def sample(config: DecoderConfig) -> tuple[Tensor, Tensor]:
     return tokens, torch.arange(13).expand(2, -1)
 
 
-FAMILIES = {
-    "Qwen2ForCausalLM": "Qwen2Config",
-    "LlamaForCausalLM": "LlamaConfig",
-    "Qwen3ForCausalLM": "Qwen3Config",
-}
 ORIGINAL = "original_max_position_embeddings"
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, ORIGINAL: 64}
@@ -62,37 +67,7 @@ LLAMA3 = {
     "low_freq_factor": 2.0,
     "high_freq_factor": 6.0,
 }
-QWEN2 = "Qwen2ForCausalLM"
 LENGTH = 150  # beyond the original contexts above
-
-
-def save_reference(
-    folder: Path, name: str = QWEN2, dtype: torch.dtype = torch.float32, **settings
-) -> torch.nn.Module:
-    """A small random model of transformers, saved. Norms and biases are random too."""
-    # transformers' Llama, unlike the others, wants a hidden_size that the heads divide.
-    settings = {
-        "vocab_size": 331,
-        "hidden_size": 96 if name == "LlamaForCausalLM" else 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "head_dim": 16,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": dict(PLAIN),
-        "bos_token_id": 3,
-        "eos_token_id": 4,
-    } | settings
-    torch.manual_seed(0)
-    config = getattr(transformers, FAMILIES[name])(**settings, attn_implementation="eager")
-    model = getattr(transformers, name)(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.12 + (parameter.ndim == 1))
-    model.to(dtype).save_pretrained(folder)
-    return model
 
 
 def decoder(folder: Path, dtype: torch.dtype = torch.float32, **overrides) -> Decoder:
@@ -105,7 +80,7 @@ def decoder(folder: Path, dtype: torch.dtype = torch.float32, **overrides) -> De
 
 
 def tokens_and_positions() -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = torch.randint(0, 331, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(3, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     return tokens, torch.arange(LENGTH).expand(2, -1)
 
 
@@ -128,20 +103,11 @@ def export(checkpoint: str, out: str, config, dtype, source: str = "", *rest) ->
     export_weights(checkpoint, read, out, config, dtype, source, *rest, files=files)
 
 
-def write_config(folder: Path, **changes) -> None:
-    """A config.json with the changed keys; None removes one."""
-    if not (folder / "config.json").exists():
-        save_reference(folder)
-    values = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(
-        json.dumps({key: value for key, value in values.items() if value is not None})
-    )
-
-
-def set_values(folder: Path, **values) -> None:
-    """Unlike write_config(), writes null for None."""
+def set_values(folder: Path, *left_out: str, **values) -> None:
+    """Changes config.json: writes null for None, and leaves keys out."""
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    values = json.loads(path.read_text()) | values
+    path.write_text(json.dumps({key: x for key, x in values.items() if key not in left_out}))
 
 
 def change_tensors(folder: Path, change) -> None:

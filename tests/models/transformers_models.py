@@ -113,6 +113,13 @@ def save_model(folder: Path, name: str, **settings: Any) -> nn.Module:
     return model
 
 
+def read_model(folder: Path) -> nn.Module:
+    """A folder in float32, read by transformers."""
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+
+
 def decoder_of(folder: Path) -> tuple[nn.Module, TransformersConfig]:
     """The decoder with the folder's weights in float32, dense attention in blocks of 16."""
     config = read_transformers_config(str(folder))

@@ -45,18 +45,6 @@ def test_a_signal_goes_to_the_ranks(number):
     assert output == "asked\n" and process.returncode == 0
 
 
-def _started(
-    folder: Path, command: str, restarts: object
-) -> tuple[subprocess.CompletedProcess, int]:
-    """What becomes of a shell command under the script, and how often it was started."""
-    count = f'echo >> "{folder}/starts"; {command}'
-    environment = os.environ | {"RESTARTS": str(restarts)}
-    words = [_without_pause(folder), "bash", "-c", count]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
-    starts = folder / "starts"
-    return done, len(starts.read_text()) if starts.exists() else 0
-
-
 def _without_pause(folder: Path, seconds: str = "0.1") -> Path:
     """The script with a shorter pause."""
     text = SCRIPT.read_text()
@@ -68,34 +56,38 @@ def _without_pause(folder: Path, seconds: str = "0.1") -> Path:
 
 
 @pytest.mark.parametrize(
-    "command, status, starts",
+    "command, restarts, status, starts",
     [
-        ("exit 1", 1, 4),
-        ("(($(wc -l < starts) > 2)) || exit 1", 0, 3),
-        ("exit 0", 0, 1),
+        ("exit 1", "3", 1, 4),
+        ("(($(wc -l < starts) > 2)) || exit 1", "3", 0, 3),
+        ("exit 0", "3", 0, 1),
         # torchrun does not understand its options, is missing, or was killed.
-        ("exit 2", 2, 1),
-        ("exit 127", 127, 1),
-        ("kill -9 $$", 137, 1),
-        ('touch "$TITAN_SPARSE_ENDED"; exit 1', 1, 1),
+        ("exit 2", "3", 2, 1),
+        ("exit 127", "3", 127, 1),
+        ("kill -9 $$", "3", 137, 1),
+        ('touch "$TITAN_SPARSE_ENDED"; exit 1', "3", 1, 1),
+        # Nothing is started again by itself.
+        ("exit 1", "", 1, 1),
+        *[("exit 0", restarts, 2, 0) for restarts in ("-1", "many", "1.5")],
     ],
 )
-def test_only_a_failure_is_started_again_and_so_many_times(tmp_path, command, status, starts):
-    done, number = _started(tmp_path, f"cd {tmp_path}; {command}", 3)
-    assert (done.returncode, number) == (status, starts)
-    assert done.stderr.count("starts again in") == starts - 1
+def test_only_a_failure_is_started_again_and_so_many_times(
+    tmp_path, command, restarts, status, starts
+):
+    count = f"cd {tmp_path}; echo >> starts; {command}"
+    done = subprocess.run(
+        [_without_pause(tmp_path), "bash", "-c", count],
+        env=os.environ | {"RESTARTS": restarts},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    lines = tmp_path / "starts"
+    assert done.returncode == status
+    assert (len(lines.read_text()) if lines.exists() else 0) == starts
+    assert done.stderr.count("starts again in") == max(starts - 1, 0)
     assert ("(1 of 3 restarts are left)" in done.stderr) == (starts == 4)
-
-
-def test_nothing_is_started_again_by_itself(tmp_path):
-    assert _started(tmp_path, "exit 1", "")[1] == 1
-
-
-@pytest.mark.parametrize("restarts", ["-1", "many", "1.5"])
-def test_restarts_that_are_not_a_number_are_refused(tmp_path, restarts):
-    done, number = _started(tmp_path, "true", restarts)
-    assert (done.returncode, number) == (2, 0)
-    assert f"RESTARTS = {restarts} is not a number; write" in done.stderr
+    assert (f"RESTARTS = {restarts} is not a number; write" in done.stderr) == (starts == 0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -11,7 +11,7 @@ from tests.fake_step import fake_world
 from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.masks.slices import Slices, sliding_window
-from titan_sparse.attention.patterns import PATTERNS, MoBA, VerticalSlash, XAttention
+from titan_sparse.attention.patterns import PATTERNS
 from titan_sparse.config import Attention, Config, check, load
 from titan_sparse.models.flavours import resolve
 from titan_sparse.training.attention import (
@@ -50,20 +50,6 @@ def test_masks(options, wanted):
     assert torch.equal(mask.dense(64), wanted.dense(64))
     case = backend_case(attention, "cpu", torch.float32, 8, 1024)
     assert case["slices"] == isinstance(mask, Slices)
-
-
-@pytest.mark.parametrize("kind", [VerticalSlash, XAttention, MoBA])
-def test_a_pattern_has_each_choice_of_its_section(kind):
-    attention = Attention(pattern=kind.name)
-    section = getattr(attention, kind.name)
-    other_words = {"joint": "independent", "both": "last"}
-    for key, value in dataclasses.asdict(section).items():
-        # Another valid value than the default.
-        other = {str: lambda x: other_words[x], bool: lambda x: not x, float: lambda x: x / 2}
-        changed = other.get(type(value), lambda x: 2 * x + 4)(value)
-        setattr(section, key, changed)
-    assert build_pattern(attention) == kind(**dataclasses.asdict(section))
-    assert build_pattern(attention) != build_pattern(Attention(pattern=kind.name))
 
 
 def test_a_context_parallel_group_has_the_sections_choices():
@@ -160,14 +146,21 @@ def test_a_pattern_that_cannot_select_is_reported(words, longest, reason):
             assert report(f"--{key}={value.strip(chr(34))}") == ""
 
 
-def test_every_pattern_is_a_section_and_a_choice():
-    """A pattern is a subclass of the options that the configuration has."""
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_pattern_is_a_section_with_each_of_its_choices(name):
     [choice] = [item for item in dataclasses.fields(Attention) if item.name == "pattern"]
     assert set(get_args(choice.type)) == set(PATTERNS)
-    for name, pattern in PATTERNS.items():
-        section = getattr(Attention(), name)
-        assert isinstance(pattern(), type(section)) and pattern.name == section.name == name
-        own = {item.name: item.default for item in dataclasses.fields(pattern)}
-        assert own == {item.name: item.default for item in dataclasses.fields(section)}
-        case = backend_case(Attention(pattern=name), "cpu", torch.float32, 64, 1024)
-        assert case["dynamic"] == pattern().dynamic
+    kind, attention = PATTERNS[name], Attention(pattern=name)
+    section = getattr(attention, name)
+    assert kind.name == section.name == name and issubclass(kind, type(section))
+    assert dataclasses.asdict(build_pattern(attention)) == dataclasses.asdict(section)
+    case = backend_case(attention, "cpu", torch.float32, 64, 1024)
+    assert case["dynamic"] == kind().dynamic
+
+    other_words = {"joint": "independent", "both": "last"}
+    for key, value in dataclasses.asdict(section).items():
+        # Another valid value than the default.
+        other = {str: lambda x: other_words[x], bool: lambda x: not x, float: lambda x: x / 2}
+        changed = other.get(type(value), lambda x: 2 * x + 4)(value)
+        setattr(section, key, changed)
+    assert build_pattern(attention) == kind(**dataclasses.asdict(section))

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.attention.collectives import collectives, counts
 from tests.fake_step import fake_world
-from tests.models.helpers import causal, dense_attend, sample
+from tests.models.helpers import build, causal, dense_attend, sample
 from tests.runs import TINY, tiny_config
 from titan_sparse.attention import attend
 from titan_sparse.attention.masks.ranges import Documents
@@ -198,11 +198,10 @@ def small_tensors_too(monkeypatch, fresh_compiler) -> None:
     monkeypatch.setattr(offload, "MIN_BYTES", LENGTH * HEADS * 4)
 
 
-def _checkpointed_decoder(backend="aot_eager", blocks: OffloadedBlocks | None = None) -> Decoder:
+def _checkpointed_decoder(backend: object, blocks: OffloadedBlocks | None = None) -> Decoder:
     """fp32, checkpointed and compiled block by block."""
-    call = functools.partial(attend, pattern=PATTERN, block_size=16, backend="eager")
-    model = Decoder(THREE_LAYERS, lambda q, k, v, mask: call(q, k, v, mask))
-    initialize(model, 0, THREE_LAYERS)
+    sparse = functools.partial(attend, pattern=PATTERN, block_size=16, backend="eager")
+    model = build(THREE_LAYERS, dtype=torch.float32, attend=sparse)
     for name, block in model.layers.items():
         model.layers[name] = checkpointed(block, "full")
         model.layers[name].compile(backend=backend, fullgraph=True)
@@ -230,7 +229,7 @@ def _assert_equal(got: list[Tensor], want: list[Tensor]) -> None:
 
 @pytest.mark.usefixtures("small_tensors_too")
 def test_offloaded_steps_are_the_same_to_the_bit_and_the_pool_stays():
-    plain, wanted = _checkpointed_decoder(), []
+    plain, wanted = _checkpointed_decoder("aot_eager"), []
     for seed in (0, 1):
         loss = _loss_of_two_documents(plain, seed)
         loss.backward()
@@ -265,22 +264,13 @@ def test_offloaded_steps_are_the_same_to_the_bit_and_the_pool_stays():
     assert buffers[verticals] == LAYERS - 1
     assert blocks.pool.nbytes == (LAYERS - 1) * (2 * wide + lse + verticals)
 
-
-@pytest.mark.usefixtures("small_tensors_too")
-def test_two_forwards_before_their_backwards():
-    plain, wanted = _checkpointed_decoder("eager"), []
-    for seed in (0, 1):
-        _loss_of_two_documents(plain, seed).backward()
-        wanted.append(_gradients(plain))
-    model = _checkpointed_decoder("eager", blocks=OffloadedBlocks(CPU))
-    losses = [_loss_of_two_documents(model, 0), _loss_of_two_documents(model, 1)]
+    # Two forwards before their backwards: not last in, first out.
+    losses = [_loss_of_two_documents(model, seed) for seed in (0, 1)]
     with torch.no_grad():
         _loss_of_two_documents(model, 2)
-    # Not last in, first out: buffers must not be mixed up.
-    losses[0].backward()
-    _assert_equal(_gradients(model), wanted[0])
-    losses[1].backward()
-    _assert_equal(_gradients(model), wanted[1])
+    for loss, (_, wanted_gradients) in zip(losses, wanted, strict=True):
+        loss.backward()
+        _assert_equal(_gradients(model), wanted_gradients)
 
 
 @pytest.mark.usefixtures("small_tensors_too")

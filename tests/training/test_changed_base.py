@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from tests.data.helpers import CHATML, write_tokenizer
 from tests.distributed import run_processes
 from tests.models.helpers import LLAMA3, ORIGINAL, change_tensors, set_values
-from tests.models.transformers_models import save_model
+from tests.models.transformers_models import read_model, save_model
 from tests.training import reference_loop as by_hand
 from tests.training.wired_run import (
     ALIKE,
     SEQ_LEN,
     assert_alike,
     lines_of,
-    read_model,
     run,
     write_model,
     write_shard,

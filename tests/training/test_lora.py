@@ -4,6 +4,7 @@ import shutil
 import sys
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import peft
 import pytest
@@ -16,14 +17,13 @@ from torch import Tensor
 from tests.data.helpers import CHATML
 from tests.distributed import run_processes
 from tests.models.helpers import change_tensors
-from tests.models.transformers_models import save_model
+from tests.models.transformers_models import read_model, save_model
 from tests.training import reference_loop as by_hand
 from tests.training.wired_run import (
     ALIKE,
     SEQ_LEN,
     assert_alike,
     lines_of,
-    read_model,
     run,
     write_model,
     write_shard,
@@ -141,6 +141,8 @@ def test_a_run_is_pefts_loop(folder, name):
     first = folder / f"{output}-first/huggingface/step-1"
     base = read_model(folder / case.model)
     model = peft.PeftModel.from_pretrained(base, first, is_trainable=True)
+    about = model.peft_config["default"]
+    assert (about.r, about.lora_alpha) == (3, case.settings.get("lora.alpha", 12))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert len(trained) == 2 * case.layers + case.tables
     before = {name: p.detach().clone() for name, p in trained.items()}
@@ -242,15 +244,14 @@ ROWS = {"lora.trainable_tokens": "a,h,c"}
     "model, settings, moved",
     [("Llama", {}, 14), ("qwen3_moe", {}, 12), ("Llama", ROWS, 16), ("Qwen3", ROWS, 16)],
 )
-def test_merged_weights_are_what_peft_merges(folder, trained, model, settings, moved, monkeypatch):
+def test_merged_weights_are_what_peft_merges(folder, trained, model, settings, moved):
     output = "trained"
     if model != "Llama" or settings:
         output = f"merged-{model}-{len(settings)}"
         train(folder, output, model, {"optimizer.lr": 0.1} | settings)
     out = folder / f"{output}-merged"
     # In the dtype of the run, and without PEFT.
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "peft", None)
+    with patch.dict(sys.modules, peft=None):
         assert export_hf([str(folder / output), str(out), "--merge"]) == 0
     assert {x.dtype for x in load_file(out / "model.safetensors").values()} == {torch.float32}
     found, report = transformers.AutoModelForCausalLM.from_pretrained(
@@ -271,12 +272,10 @@ def test_half_precision_is_merged_in_full(folder):
     is read for checking it, and once more for reading it."""
     settings = {"optimizer.lr": 0.1, "training.dtype": "bfloat16"}
     train(folder, "half-merged", "Llama", settings)
-    reads = []
-    plain = reader._check_metadata
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "_check_metadata", lambda found: reads.append(plain(found)))
+    check = reader._check_metadata
+    with patch.object(reader, "_check_metadata", side_effect=check) as checked:
         assert export_hf([str(folder / "half-merged"), str(folder / "half-out"), "--merge"]) == 0
-    assert len(reads) == 2
+    assert checked.call_count == 2
     adapter = folder / f"half-merged/huggingface/step-{STEPS}"
     model = peft.PeftModel.from_pretrained(read_model(folder / "Llama"), adapter)
     expected = model.merge_and_unload().state_dict()

@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from scripts.compare_runs import differences
 from tests.distributed import on_ranks, run_processes
 from tests.runs import TINY, metrics_of, tiny_config, train
+from tests.training.test_validation import VALIDATION
 from titan_sparse.attention.observe import Recording
 from titan_sparse.config import Config, ConfigError, check_start
 from titan_sparse.evaluation.pictures import heat_map
@@ -177,21 +178,13 @@ def test_a_heat_map_has_a_color_for_each_head():
     assert [text.get_text() for text in scale.get_yticklabels()] == ["0", "0.25", "1"]
 
 
-TRACKED = {
+TRACKED = VALIDATION | {
     "metrics__trackers": "wandb",
     "training__steps": 2,
     "training__dtype": "float32",
     "checkpoint__enable": True,
-    "validation__enable": True,
     "validation__every": 2,
-    "validation__windows": 2,
-    "validation__position_buckets": 2,
-    "validation__needle_lengths": "420",
-    "validation__needle_depths": 1,
-    "validation__needle_samples": 1,
 }
-
-
 OFFLINE = {
     "WANDB_MODE": "offline",
     "WANDB_SILENT": "true",

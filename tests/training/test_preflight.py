@@ -17,7 +17,8 @@ import torch.distributed as dist
 import titan_sparse
 from tests.data.helpers import train_tokenizer
 from tests.distributed import on_ranks, run_program
-from tests.models.helpers import change_tensors, save_reference, write_config
+from tests.models.helpers import change_tensors, set_values
+from tests.models.transformers_models import save_model
 from tests.runs import tiny_config, write_texts
 from titan_sparse.commands import train
 from titan_sparse.commands.plan import DEFAULT_CONSTANTS
@@ -67,7 +68,7 @@ FILES = {
     "the digest of the weights of model.initial_hf": lambda f: change_tensors(
         f / "hf", lambda tensors: tensors["model.norm.weight"].add_(1)
     ),
-    "the model's norm_eps": lambda f: write_config(f / "hf", rms_norm_eps=0.5),
+    "the model's norm_eps": lambda f: set_values(f / "hf", rms_norm_eps=0.5),
 }
 
 
@@ -116,7 +117,7 @@ def test_ranks_that_differ_are_refused(tmp_path):
     files = tmp_path / "files"
     write_texts(files / "texts")
     write_texts(files / "more_texts", documents=14)
-    save_reference(files / "hf")
+    save_model(files / "hf", "qwen2")
     train_tokenizer(files, ["</s>"])
     _write_costs(files, dense_tflops=14)
     for named, change in FILES.items():

@@ -274,7 +274,6 @@ def _check_waiting() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_times_on_a_gpu_need_no_waiting():
     device = torch.device("cuda")
     small, large = (torch.randn(n, n, device=device) for n in (256, 8192))
@@ -341,7 +340,7 @@ def _check_recordings_within_recordings() -> None:
 
     def counts(seen: Recording) -> list[int]:
         all_bytes = (seen.bytes_sent, seen.plain_ring_bytes, seen.bytes_of_verticals)
-        return [*all_bytes, seen.bytes_of_selection, len(seen.calls)]
+        return [*all_bytes, seen.bytes_of_selection, len(seen.calls), len(seen.visited)]
 
     one = counts(run())
     assert min(one) > 0
@@ -352,11 +351,11 @@ def _check_recordings_within_recordings() -> None:
         local = [cp.shard(x, 2).requires_grad_() for x in qkv]
         attend(*local, Causal(), pattern, cp).sum().backward()
 
-    with recording() as outer:
+    with recording() as outer, counting_caps() as outer_caps:
         call()
-        with pytest.raises(KeyError), recording() as failing:
+        with pytest.raises(KeyError), recording() as failing, counting_caps() as failing_caps:
             call()
-            with recording() as inner:
+            with recording() as inner, counting_caps() as inner_caps:
                 call()
                 call()
             assert run("contiguous").bytes_sent > 0
@@ -367,6 +366,9 @@ def _check_recordings_within_recordings() -> None:
     call()
     for seen, times in ((outer, 2), (inner, 2), (failing, 1), (nothing, 0)):
         assert counts(seen) == [times * number for number in one]
+    # run() leaves caps to those who count them around it.
+    assert len(outer_caps) == len(inner_caps) == len(failing_caps) == 2
+    assert recorder.listening is None and recorder.capped is None
 
 
 @on_ranks(3)

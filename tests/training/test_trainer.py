@@ -10,6 +10,7 @@ import torch.distributed as dist
 from tests.data.helpers import write_rows
 from tests.distributed import run_processes
 from tests.runs import metrics_of, tiny_config, train, weights_of, write_texts
+from titan_sparse.config import Config
 from titan_sparse.data import build_loader
 from titan_sparse.loss import IGNORE_INDEX
 from titan_sparse.models.chunked_mlp import ChunkedMLP
@@ -20,11 +21,10 @@ Case = dict[str, object]
 """Overrides of tiny_config(). "batch": sequences a step of the run on one process that equals it."""
 
 
-def _run(folder: Path, output: str, overrides: Case) -> tuple[dict, Trainer]:
-    config = tiny_config(folder, output, training__steps=2, **overrides)
+def _run(config: Config) -> tuple[dict, Trainer]:
     trainer = train(config)
     dist.barrier()
-    assert not (folder / output / "checkpoint").exists()
+    assert not Path(config.training.output_dir, "checkpoint").exists()
     lines = metrics_of(config)
     keys = ["loss", "grad_norm", "lr", "tokens_seen"]
     if config.training.gradient_accumulation_steps == 1:
@@ -41,7 +41,8 @@ def _run(folder: Path, output: str, overrides: Case) -> tuple[dict, Trainer]:
 def _single(folder: Path) -> None:
     for pattern, batch in (("dense", 1), ("vertical_slash", 1), ("vertical_slash", 2)):
         case = {"attention__pattern": pattern, "training__local_batch_size": batch}
-        result, _ = _run(folder, f"single_{pattern}_{batch}", case)
+        output = f"single_{pattern}_{batch}"
+        result, _ = _run(tiny_config(folder, output, training__steps=2, **case))
         torch.save(result, folder / f"{pattern}_{batch}.pt")
 
 
@@ -50,7 +51,8 @@ def _compare(folder: Path, cases: list[Case]) -> None:
     for number, case in enumerate(cases):
         overrides = {key: value for key, value in case.items() if key != "batch"}
         wanted = torch.load(folder / f"{case['attention__pattern']}_{case['batch']}.pt")
-        got, trainer = _run(folder, f"run_{dist.get_world_size()}_{len(cases)}_{number}", overrides)
+        output = f"run_{dist.get_world_size()}_{len(cases)}_{number}"
+        got, trainer = _run(tiny_config(folder, output, training__steps=2, **overrides))
         width = len(got["metrics"][0])
         wanted["metrics"] = [line[:width] for line in wanted["metrics"]]
         for what in ("metrics", "weights"):
@@ -162,23 +164,15 @@ def _chat_config(folder: Path, output: str, name: str = "chats", **options):
     )
 
 
-def _run_on_chats(config) -> dict:
-    weights = weights_of(train(config))
-    dist.barrier()
-    lines = metrics_of(config)
-    keys = ("loss", "grad_norm", "tokens_seen")
-    return {"weights": weights, "metrics": [[line[key] for key in keys] for line in lines]}
-
-
 def _chats_alone(folder: Path) -> None:
-    torch.save(_run_on_chats(_chat_config(folder, "one")), folder / "one.pt")
+    torch.save(_run(_chat_config(folder, "one"))[0], folder / "one.pt")
     _nothing_to_learn(folder)
 
 
 def _shared_chats(folder: Path) -> None:
     """On two ranks of contiguous blocks, the first of which often has nothing to learn."""
     options = {"parallelism__cp": 2, "attention__layout": "contiguous"}
-    got = _run_on_chats(_chat_config(folder, "two", **options))
+    got, _ = _run(_chat_config(folder, "two", **options))
     wanted = torch.load(folder / "one.pt")
     torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-8)
     assert all(np.isfinite(line).all() for line in got["metrics"])
@@ -204,6 +198,6 @@ def _check_what_is_read(config) -> None:
 def _nothing_to_learn(folder: Path) -> None:
     """A step without a label has a loss of zero and leaves the weights finite."""
     config = _chat_config(folder, "none", "untaught", optimizer__weight_decay=0.0)
-    got = _run_on_chats(config)
+    got, _ = _run(config)
     assert [line[:2] for line in got["metrics"]] == [[0.0, 0.0]] * config.training.steps
     assert all(weight.isfinite().all() for weight in got["weights"].values())

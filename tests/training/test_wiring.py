@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import run_processes
+from tests.models.transformers_models import read_model
 from tests.runs import weights_of
 from tests.training import reference_loop as by_hand
 from tests.training.reference_loop import Line, Piece
-from tests.training.wired_run import SEQ_LEN, lines_of, read_model, run, write_model, write_shard
+from tests.training.wired_run import SEQ_LEN, lines_of, run, write_model, write_shard
 from titan_sparse import loss as loss_module
 from titan_sparse.attention import attend
 from titan_sparse.attention.masks.ranges import Documents

@@ -6,10 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
-import transformers
-from torch import nn
 
 from tests.models.transformers_models import save_model
 from titan_sparse.config import load_and_check
@@ -59,13 +56,6 @@ def write_model(folder: Path, family: str) -> Path:
     """Of our decoder: Qwen3 with norms of q and k, Qwen2 with biases, or Llama with its own head."""
     save_model(folder / family, family.lower(), head_dim=8, tie_word_embeddings=family != "Llama")
     return folder / family
-
-
-def read_model(folder: Path) -> nn.Module:
-    """A folder of transformers in float32, read by transformers."""
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
 
 
 def run(folder: Path, output: str, settings: dict[str, object]) -> Trainer:

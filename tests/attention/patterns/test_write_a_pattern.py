@@ -20,7 +20,7 @@ from tests.attention.context_parallel.against_one import (
     problem,
 )
 from tests.distributed import run_processes
-from tests.docs.pages import ROOT, blocks
+from tests.docs.commands import ROOT, blocks
 from tests.reference import dense_attention, gradients, structured_qkv
 from titan_sparse import attend
 from titan_sparse.attention import ContextParallel

@@ -3,12 +3,10 @@
 plain is an override of the same kind as ours: attention by softmax over a boolean mask, for one rank.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from torch.utils.data import IterableDataset
 from torchtitan.components.dataloader import ParallelAwareDataloader
@@ -63,17 +61,6 @@ class SequenceLoader(ParallelAwareDataloader):
     def __init__(self, config, *, dp_world_size, dp_rank, local_batch_size, **_):
         sequences = Sequences(dp_rank, dp_world_size, config.packed)
         super().__init__(sequences, dp_rank, dp_world_size, batch_size=local_batch_size)
-
-
-def write_tokenizer(folder: str) -> None:
-    """A token for each byte, in the file that torchtitan reads."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: number for number, letter in enumerate(letters)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.add_special_tokens(["<eos>"])
-    os.makedirs(folder, exist_ok=True)
-    tokenizer.save(f"{folder}/tokenizer.json")
 
 
 def _small(config: Trainer.Config) -> Trainer.Config:

@@ -9,6 +9,7 @@ import tempfile
 import pytest
 import torch
 
+from tests.data.helpers import train_tokenizer
 from tests.distributed import run_program
 from tests.integrations.torchtitan.program import main
 
@@ -23,6 +24,7 @@ SPARSE_OPTIONS = '{"block_size":32,"dense_below":64,"recall":0.6}'
 SPARSE = f"--override.imports {OURS}.vertical_slash={SPARSE_OPTIONS} {OURS}.log_attention"
 SAVED = f"{OURS}.save_attention"
 CP = "--parallelism.context_parallel_degree 2"
+EP = "--parallelism.expert_parallel_degree 2"
 TP = "--parallelism.tensor_parallel_degree 2"
 PP = "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule 1F1B"
 FSDP = "--training.local_batch_size 1"
@@ -33,9 +35,8 @@ SEED = "--checkpoint.create_seed_checkpoint"
 def runs(tmp_path_factory):
     """train(ranks, model, {name: words}): the logged steps of each run."""
     folder = tmp_path_factory.mktemp("runs")
-    from tests.integrations.torchtitan.configs import write_tokenizer
-
-    write_tokenizer(str(folder / "tokenizer"))
+    (folder / "tokenizer").mkdir()
+    train_tokenizer(folder / "tokenizer", ["<eos>"])
 
     def train(ranks: int, model: str, lines: dict[str, str], fails: bool = False) -> dict:
         common = f"--module {HERE} --config {model} --hf_assets_path {folder}/tokenizer"
@@ -128,28 +129,22 @@ def test_checkpointing_and_compile(runs):
 
 
 @pytest.mark.slow
-def test_qwen3(runs):
-    plain = runs(1, "qwen3", {"plain": PLAIN})["plain"]
-    assert_equal(runs(2, "qwen3", {"cp": f"{DENSE} {CP}"})["cp"], plain)
-
-
-@pytest.mark.slow
-def test_experts_over_two_ranks(runs):
-    # gloo exchanges equal parts only.
-    even = "--debug.moe_force_load_balance"
-    plain = runs(1, "qwen3_moe", {"plain": f"{PLAIN} {even}"})["plain"]
-    words = f"{DENSE} {CP} {even} --parallelism.expert_parallel_degree 2"
-    # Experts compute in bf16.
-    assert_equal(runs(2, "qwen3_moe", {"cp": words})["cp"], plain, 2e-3)
-
-
-@pytest.mark.slow
-def test_windows_and_learned_sinks_of_gpt_oss(runs):
-    half = "--training.mixed_precision_param bfloat16"
-    plain = runs(1, "gpt_oss", {"plain": f"{PLAIN} {half}"})["plain"]
-    dense = runs(2, "gpt_oss", {"cp": f"{DENSE} {CP} {half}"})["cp"]
-    assert any(name.endswith("sinks") for name in dense[0][0]["norms"])
-    assert_equal(dense, plain, 0.05)
+@pytest.mark.parametrize(
+    "model, words, words_of_two, tolerance",
+    [
+        ("qwen3", "", "", 5e-6),
+        # gloo exchanges equal parts only, and experts compute in bf16.
+        ("qwen3_moe", "--debug.moe_force_load_balance", EP, 2e-3),
+        # Windows, and learned sinks.
+        ("gpt_oss", "--training.mixed_precision_param bfloat16", "", 0.05),
+    ],
+)
+def test_other_models_over_two_ranks(runs, model, words, words_of_two, tolerance):
+    plain = runs(1, model, {"plain": f"{PLAIN} {words}"})["plain"]
+    dense = runs(2, model, {"cp": f"{DENSE} {CP} {words} {words_of_two}"})["cp"]
+    assert_equal(dense, plain, tolerance)
+    sinks = [name for name in dense[0][0]["norms"] if name.endswith("sinks")]
+    assert bool(sinks) == (model == "gpt_oss")
 
 
 @pytest.mark.slow

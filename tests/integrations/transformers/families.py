@@ -85,6 +85,13 @@ def family(name: str, device: str = "cpu", **changes) -> nn.Module:
     return model.to(device)
 
 
+def with_ours(name: str, device: str = "cpu", **changes) -> nn.Module:
+    """family() with our attention."""
+    model = family(name, device, **changes)
+    model.set_attn_implementation("titan_sparse")
+    return model
+
+
 def tokens(batch: int, seq_len: int, seed: int = 0, device: str = "cpu") -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, VOCAB, (batch, seq_len), generator=generator).to(device)

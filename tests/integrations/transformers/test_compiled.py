@@ -16,6 +16,7 @@ from tests.integrations.transformers.families import (
     family,
     logits_and_gradients,
     tokens,
+    with_ours,
 )
 from titan_sparse import attend
 from titan_sparse.attention.compiling import READ_BACK_BELOW, UNWRITTEN_BELOW
@@ -46,8 +47,7 @@ def recorder(graphs: list[bool]):
 
 
 def test_every_graph_of_a_model_is_protected(graphs: list[bool]) -> None:
-    model = family("gemma3")
-    model.set_attn_implementation("titan_sparse")
+    model = with_ours("gemma3")
     wanted = logits_and_gradients(model, input_ids=tokens(2, 40))
     # Nothing is switched off before something is compiled.
     assert inductor.triton.mix_order_reduction

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.distributed import run_processes
+from tests.distributed import on_ranks
 from tests.integrations.transformers.families import (
     BLOCK,
     WINDOW,
@@ -54,43 +54,6 @@ def over_ranks(
             dist.all_reduce(gradient)
             summed.append(gradient)
     return [cp.unshard(logits.detach(), 1, table), *summed]
-
-
-def one_and_two_ranks() -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    for name, pattern, layout, schedule in [
-        ("llama", VerticalSlash(recall=1.0), "striped", "auto"),
-        ("qwen3", SPARSE, "zigzag", "auto"),
-        ("gpt_oss", SPARSE, "striped", "auto"),
-        ("qwen3_next", SPARSE, "contiguous", "auto"),
-        ("qwen3_5", SPARSE, "zigzag", "auto"),
-        ("qwen3_5", Dense(), "balanced", "group_cast"),
-        ("olmo3", Dense(), "balanced", "group_cast"),
-    ]:
-        cp = ContextParallel(mesh, layout, schedule, BLOCK)
-        register(AttentionSettings(pattern=pattern, block_size=BLOCK), name="one_rank")
-        register(AttentionSettings(pattern=pattern, cp=cp), name="two_ranks")
-        model = family(name)
-        inputs = {"input_ids": tokens(1, SEQ_LEN), "position_ids": positions(*LENGTHS)}
-        model.set_attn_implementation("one_rank")
-        wanted = logits_and_gradients(model, **inputs)
-        model.set_attn_implementation("two_ranks")
-        ranges = cp.balance(Documents(LENGTHS).rows(SEQ_LEN))
-        masks = AttentionMask(ranges)
-        assert_close(over_ranks(model, cp, ranges.table, **inputs, attention_mask=masks), wanted)
-    window = (Documents(LENGTHS) & SlidingWindow(WINDOW)).rows(SEQ_LEN)
-    masks = {
-        "full_attention": ranges,
-        "sliding_attention": window._replace(table=ranges.table),
-    }
-    assert_close(over_ranks(model, cp, ranges.table, **inputs, attention_mask=masks), wanted)
-
-    cp = ContextParallel(mesh, "zigzag", block_size=BLOCK)
-    for name in ("mistral", "qwen3_5"):
-        _padding_over_ranks(cp, name)
-    for name in ("qwen3_next", "qwen3_5"):
-        _nothing_leaks(cp, name)
-    _whole_prompts(cp)
 
 
 def _padding_over_ranks(cp: ContextParallel, name: str) -> None:
@@ -185,5 +148,39 @@ def _whole_prompts(cp: ContextParallel) -> None:
     assert torch.equal(answers, model.generate(prompt, max_new_tokens=3, do_sample=False))
 
 
+@on_ranks(2)
 def test_two_ranks_compute_what_one_does():
-    run_processes(2, one_and_two_ranks)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    for name, pattern, layout, schedule in [
+        ("llama", VerticalSlash(recall=1.0), "striped", "auto"),
+        ("qwen3", SPARSE, "zigzag", "auto"),
+        ("gpt_oss", SPARSE, "striped", "auto"),
+        ("qwen3_next", SPARSE, "contiguous", "auto"),
+        ("qwen3_5", SPARSE, "zigzag", "auto"),
+        ("qwen3_5", Dense(), "balanced", "group_cast"),
+        ("olmo3", Dense(), "balanced", "group_cast"),
+    ]:
+        cp = ContextParallel(mesh, layout, schedule, BLOCK)
+        register(AttentionSettings(pattern=pattern, block_size=BLOCK), name="one_rank")
+        register(AttentionSettings(pattern=pattern, cp=cp), name="two_ranks")
+        model = family(name)
+        inputs = {"input_ids": tokens(1, SEQ_LEN), "position_ids": positions(*LENGTHS)}
+        model.set_attn_implementation("one_rank")
+        wanted = logits_and_gradients(model, **inputs)
+        model.set_attn_implementation("two_ranks")
+        ranges = cp.balance(Documents(LENGTHS).rows(SEQ_LEN))
+        masks = AttentionMask(ranges)
+        assert_close(over_ranks(model, cp, ranges.table, **inputs, attention_mask=masks), wanted)
+    window = (Documents(LENGTHS) & SlidingWindow(WINDOW)).rows(SEQ_LEN)
+    masks = {
+        "full_attention": ranges,
+        "sliding_attention": window._replace(table=ranges.table),
+    }
+    assert_close(over_ranks(model, cp, ranges.table, **inputs, attention_mask=masks), wanted)
+
+    cp = ContextParallel(mesh, "zigzag", block_size=BLOCK)
+    for name in ("mistral", "qwen3_5"):
+        _padding_over_ranks(cp, name)
+    for name in ("qwen3_next", "qwen3_5"):
+        _nothing_leaks(cp, name)
+    _whole_prompts(cp)

@@ -1,5 +1,7 @@
 """Masks: our own ones, what padding sees, what is built how often, and who gets a pattern."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from tests.integrations.transformers.families import (
     logits_and_gradients,
     positions,
     tokens,
+    with_ours,
 )
 from titan_sparse import recording
 from titan_sparse.attention.backends import BACKENDS
@@ -137,8 +140,7 @@ SLIDING = {"full_attention": Causal(), "sliding_attention": SlidingWindow(WINDOW
 )
 def test_patterns_are_for_layers_that_see_far(name, changes, inputs, near):
     register(AttentionSettings(pattern=SPARSE, block_size=BLOCK))
-    model = family(name, **changes)
-    model.set_attn_implementation("titan_sparse")
+    model = with_ours(name, **changes)
     with recording() as seen:
         model(tokens(1, 2 * CHUNK), **inputs)
     dense, sparse = (visited.mean().item() for visited in seen.visited)
@@ -155,8 +157,7 @@ CHECKPOINTING = {
 
 @pytest.mark.parametrize("how", CHECKPOINTING)
 def test_activation_checkpointing_changes_nothing(how, monkeypatch):
-    model = family("qwen3")
-    model.set_attn_implementation("titan_sparse")
+    model = with_ours("qwen3")
     inputs = {"input_ids": tokens(1, SEQ_LEN), "position_ids": positions(*LENGTHS)}
     wanted = logits_and_gradients(model, **inputs)
     model.gradient_checkpointing_enable(CHECKPOINTING[how])
@@ -165,24 +166,18 @@ def test_activation_checkpointing_changes_nothing(how, monkeypatch):
         model.enable_input_require_grads()
     logits = model(**inputs, use_cache=False).logits
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
-    forwards = []
-    forward = eager.forward
-
-    def counted(*args, **kwargs):
-        forwards.append(args)
-        return forward(*args, **kwargs)
-
-    monkeypatch.setattr(eager, "forward", counted)
+    forward = Mock(side_effect=eager.forward)
+    monkeypatch.setattr(eager, "forward", forward)
     (logits * weights).sum().backward()
-    assert len(forwards) == (0 if how == "keeps attention" else model.config.num_hidden_layers)
+    again = 0 if how == "keeps attention" else model.config.num_hidden_layers
+    assert forward.call_count == again
     parameters = sorted(model.named_parameters())
     assert_close([logits.detach(), *(p.grad for _, p in parameters)], wanted)
 
 
 def test_autocast_computes_in_its_dtype(attended):
     """Qwen3's norms of queries and keys, with fp32 weights, leave them in fp32."""
-    model = family("qwen3")
-    model.set_attn_implementation("titan_sparse")
+    model = with_ours("qwen3")
     input_ids = tokens(1, SEQ_LEN)
     with torch.autocast("cpu", torch.bfloat16):
         ours = model(input_ids).logits
@@ -196,8 +191,7 @@ def test_autocast_computes_in_its_dtype(attended):
     ("name", "layers"), [("llama", 1), pytest.param("gpt_oss", 2, marks=pytest.mark.slow)]
 )
 def test_a_compiled_model_computes_the_same(name, layers):
-    model = family(name, num_hidden_layers=layers)
-    model.set_attn_implementation("titan_sparse")
+    model = with_ours(name, num_hidden_layers=layers)
     compiled = torch.compile(model, backend="aot_eager")
     for lengths in (LENGTHS, [SEQ_LEN]):
         inputs = {"input_ids": tokens(1, SEQ_LEN), "position_ids": positions(*lengths)}

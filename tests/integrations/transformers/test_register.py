@@ -4,6 +4,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -11,14 +12,14 @@ import torch
 import torch.distributed.nn.functional
 from transformers import AttentionInterface
 
-from tests.distributed import run_processes
+from tests.distributed import on_ranks, run_processes
 from tests.integrations.transformers.families import (
     BLOCK,
     assert_close,
-    family,
     positions,
     tokens,
     transformers,
+    with_ours,
 )
 from tests.models.transformers_models import tiny_model
 from titan_sparse import recording
@@ -46,8 +47,7 @@ def density(model: torch.nn.Module) -> float:
 
 
 def test_the_last_settings_of_a_name_hold_and_names_live_beside_each_other():
-    model = family("llama")
-    model.set_attn_implementation("titan_sparse")
+    model = with_ours("llama")
     register(AttentionSettings(pattern=SPARSE, block_size=BLOCK), name="ours_sparse")
     assert density(model) == 1.0
     model.set_attn_implementation("ours_sparse")
@@ -74,8 +74,7 @@ def causal_mask_function(batch, head, query, key):
 
 def run(name: str, changes: dict | None = None, **inputs) -> None:
     """One forward in training mode, with our attention."""
-    model = family(name, **(changes or {})).train()
-    model.set_attn_implementation("titan_sparse")
+    model = with_ours(name, **(changes or {})).train()
     model(**{"input_ids": tokens(1, SEQ_LEN), **inputs})
 
 
@@ -208,7 +207,7 @@ OTHER_MODELS: dict[str, dict] = {
 METHODS = ("post_init", "set_attn_implementation")
 
 
-def behavior_of_others(folder: str) -> dict[str, object]:
+def behavior_of_others(folder: Path) -> dict[str, object]:
     """What models with names of transformers do, and how the methods that register() wraps look."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "max_position_embeddings": 64}
@@ -254,38 +253,29 @@ def behavior_of_others(folder: str) -> dict[str, object]:
     return found
 
 
-def _others_before_and_after(folder: str) -> None:
+@on_ranks(1)
+def test_models_of_other_names_behave_as_before(tmp_path):
     """In a process that has not called register()."""
-    methods = [vars(transformers.PreTrainedModel)[name] for name in METHODS]
-    others = {
-        name: value
-        for name, value in vars(transformers.PreTrainedModel).items()
-        if name not in METHODS
-    }
-    before = behavior_of_others(folder)
+    at_first = dict(vars(transformers.PreTrainedModel))
+    before = behavior_of_others(tmp_path)
     assert len(before) > 20
     register(AttentionSettings(pattern=SPARSE, block_size=BLOCK))
-    after = behavior_of_others(folder)
+    after = behavior_of_others(tmp_path)
     assert [name for name in before if before[name] != after[name]] == []
-    wrapped = [vars(transformers.PreTrainedModel)[name] for name in METHODS]
-    assert [method.__wrapped__ for method in wrapped] == methods
-    # Nothing else is replaced, and nothing is wrapped twice.
+    wrapped = dict(vars(transformers.PreTrainedModel))
+    assert {name for name in wrapped if wrapped[name] is not at_first[name]} == {*METHODS}
+    assert all(wrapped[name].__wrapped__ is at_first[name] for name in METHODS)
+    # Nothing is wrapped twice.
     register(name="another")
     register()
-    now = dict(vars(transformers.PreTrainedModel))
-    assert [now.pop(name) for name in METHODS] == wrapped and now == others
-    assert behavior_of_others(folder) == before
-
-
-def test_models_of_other_names_behave_as_before(tmp_path):
-    run_processes(1, _others_before_and_after, str(tmp_path))
+    assert dict(vars(transformers.PreTrainedModel)) == wrapped
+    assert behavior_of_others(tmp_path) == before
 
 
 def test_the_sequence_parallelism_of_verl_and_ms_swift_is_refused(monkeypatch):
     """As in verl 0.9.1 (verl/utils/ulysses.py) and ms-swift 4.6.0 (swift/sequence_parallel)."""
     register()
-    model = tiny_model("LlamaConfig")
-    model.set_attn_implementation("titan_sparse")
+    model = with_ours("llama")
     tokens = torch.arange(12)[None]
     verl = ModuleType("verl.utils.ulysses")
     monkeypatch.setitem(sys.modules, verl.__name__, verl)
@@ -305,8 +295,7 @@ def test_the_sequence_parallelism_of_verl_and_ms_swift_is_refused(monkeypatch):
 
 def _later_part():
     register()
-    model = tiny_model("LlamaConfig")
-    model.set_attn_implementation("titan_sparse")
+    model = with_ours("llama")
     rank = torch.distributed.get_rank()
     tokens = torch.arange(12)[None]
     if rank == 1:
@@ -322,8 +311,7 @@ def _later_part():
 def test_a_later_part_of_a_sequence_is_refused():
     run_processes(2, _later_part)
     # Alone, a process holds all there is.
-    model = tiny_model("LlamaConfig")
-    model.set_attn_implementation("titan_sparse")
+    model = with_ours("llama")
     tokens = torch.arange(12)[None]
     torch.testing.assert_close(model(tokens, position_ids=tokens + 12).logits, model(tokens).logits)
 
@@ -348,7 +336,9 @@ def _alst(attention, group_size):
     return forward
 
 
-def _inside_alst(packed):
+@pytest.mark.parametrize("packed", [False, True])
+@on_ranks(2)
+def test_inside_alst_each_rank_computes_whole_sequences(packed):
     settings = {"num_attention_heads": 4, "num_key_value_heads": 2}
     if not packed:
         settings |= {"use_sliding_window": True, "sliding_window": 20}
@@ -378,8 +368,3 @@ def _inside_alst(packed):
     for (name, ours), theirs in zip(model.named_parameters(), truth.parameters(), strict=True):
         torch.distributed.all_reduce(ours.grad)
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-6, msg=name)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_inside_alst_each_rank_computes_whole_sequences(packed):
-    run_processes(2, _inside_alst, packed)

@@ -19,6 +19,7 @@ from tests.integrations.transformers.families import (
     pretended_ranks,
     tokens,
     transformers,
+    with_ours,
 )
 from titan_sparse import ContextParallel
 from titan_sparse.attention.masks import Documents
@@ -95,8 +96,7 @@ def test_one_rank_and_one_document_may_mix():
 )
 @pytest.mark.parametrize("name", ["lfm2", "olmo_hybrid"])
 def test_packed_documents_do_not_leak(name, documents):
-    model = family(name)
-    model.set_attn_implementation("titan_sparse")
+    model = with_ours(name)
     with pytest.raises(ValueError, match="packed documents would see each other"):
         model(tokens(1, SEQ_LEN), use_cache=False, **documents)
 

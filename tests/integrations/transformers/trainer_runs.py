@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from tests.distributed import run_processes
-from tests.integrations.transformers.families import family
+from tests.integrations.transformers.families import with_ours
 from titan_sparse.attention.patterns import Pattern, VerticalSlash
 from titan_sparse.integrations.transformers import (
     AttentionSettings,
@@ -85,8 +85,7 @@ def tiny_model(tied: bool = False) -> PreTrainedModel:
     windows = {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 1}
     # The embedding of a padding token would be 0, by which DoRA divides.
     settings = {"vocab_size": VOCAB, "pad_token_id": None, "tie_word_embeddings": tied}
-    model = family("qwen3", **windows, **settings)
-    model.set_attn_implementation("titan_sparse")
+    model = with_ours("qwen3", **windows, **settings)
     return model
 
 
@@ -219,8 +218,7 @@ def sharded_lora(folder: Path) -> list[dict[str, float]]:
 
 def hybrid(folder: Path) -> list[dict[str, float]]:
     """The same with linear attention and experts."""
-    model = family("qwen3_next", vocab_size=VOCAB)
-    model.set_attn_implementation("titan_sparse")
+    model = with_ours("qwen3_next", vocab_size=VOCAB)
     return sharded(folder, {"max_steps": 2}, model=model)
 
 

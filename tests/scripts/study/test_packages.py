@@ -21,7 +21,7 @@ from scripts.study.real_model import (
     train_tokenizer,
 )
 from scripts.study.settings import TOY
-from tests.models.helpers import save_reference
+from tests.models.transformers_models import save_model
 from titan_sparse.data.tokenizer import load_tokenizer
 
 WORDS = 900
@@ -31,7 +31,7 @@ WORDS = 900
 def folder(tmp_path_factory) -> Path:
     """A Qwen2 of random weights in two quantizations, its GGUF file, and a tokenizer."""
     folder = tmp_path_factory.mktemp("model")
-    save_reference(folder, vocab_size=WORDS, tie_word_embeddings=True)
+    save_model(folder, "qwen2", vocab_size=WORDS)
     texts = (standard_library_text(name) for name in ("argparse.py", "ast.py"))
     real_model.train_tokenizer(texts, WORDS, folder / "tokenizer.json")
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}

@@ -15,7 +15,9 @@ from scripts.study import density as program
 from scripts.study import real_model
 from scripts.study.density import DEFAULT, SPECS, Spec
 from scripts.study.quality import BLOCK, RealModel, hide_needles, next_tokens, quality, text_of
+from scripts.study.real_model import standard_library_text, train_tokenizer
 from scripts.study.work import DISTANCES, FAR, MIDDLE, NEAR, NEW, distances_of_names, name_losses
+from tests.models.transformers_models import VOCAB, save_model
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash
 from titan_sparse.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -27,6 +29,14 @@ CAUSAL_PAIRS = SEQ_LEN * (SEQ_LEN + 1) / 2
 CPU = torch.device("cpu")
 RESULTS = Path(__file__).parents[3] / "benchmarks/results"
 SHORT = Spec("short", VerticalSlash, {"local_slashes": 1, "sinks": 1}, values=(0.5, 0.9))
+
+
+@pytest.fixture
+def tiny(tmp_path) -> Path:
+    """A Llama of random weights for 256 tokens, with a tokenizer."""
+    save_model(tmp_path, "llama")
+    train_tokenizer(iter([standard_library_text("this.py")]), VOCAB, tmp_path / "tokenizer.json")
+    return tmp_path
 
 
 def _softmax(q: Tensor, k: Tensor) -> Tensor:
@@ -86,6 +96,14 @@ def test_a_pattern_is_in_all_layers(tiny, pattern):
     assert row["density_by_layer"][0] == pytest.approx(brute.densities[0], abs=1e-4)
     dense = quality(model, tokens, needles, Dense())
     assert abs(found["loss"] - dense["loss"]) > 1e-3 and found["recall"] < 0.95
+
+
+def test_logits_are_compared_with_transformers(tiny, monkeypatch):
+    assert "cross entropy" in real_model.check(tiny)
+    # Attention that sees nothing but the token itself.
+    monkeypatch.setattr(real_model, "dense_attention", lambda q, k, v, mask: q)
+    with pytest.raises(ValueError, match="read differently"):
+        real_model.check(tiny)
 
 
 def test_longer_texts_are_read_by_yarn(tiny):

@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from scripts.benchmarks import plots
 from scripts.study import __main__ as study
@@ -41,7 +40,6 @@ def report_of(out: Path) -> dict:
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory) -> Path:
     """Text; some steps of the dense run, until the time is over; then all of three runs."""
-    torch.set_num_threads(1)
     out = tmp_path_factory.mktemp("study")
     words = ["--toy", "--out", str(out)]
     assert study.main([*words, "--parts", "text"]) == 0
@@ -202,17 +200,8 @@ def test_comparisons_are_differences_on_the_same_data():
     assert "| window | dense | 98.2 |  | 10 | 98.11 |  | 8.5 |" in text
 
 
-def test_logits_are_compared_with_transformers(tiny, monkeypatch):
-    assert "cross entropy" in real_model.check(tiny)
-    # Attention that sees nothing but the token itself.
-    monkeypatch.setattr(real_model, "dense_attention", lambda q, k, v, mask: q)
-    with pytest.raises(ValueError, match="read differently"):
-        real_model.check(tiny)
-
-
 def test_equal_time(tmp_path):
     """Methods have the steps that fit into the seconds of the dense ones, and held-out loss on the way."""
-    torch.set_num_threads(1)
     out = tmp_path / "equal"
     words = ["--toy", "--equal-time", "--out", str(out), "--parts", f"text,{DENSE},{SPARSE}"]
     (out / "steps").mkdir(parents=True)

@@ -126,13 +126,13 @@ def flip_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
-def forge_sums(checkpoint: Path) -> None:
+def write_sums(checkpoint: Path) -> None:
     """Make the checksums those of the files as they are now, as an attacker would."""
     sums = checkpoint / "checksums.sha256"
-    names = [line.split("  ")[1] for line in sums.read_text().splitlines()]
+    sums.unlink(missing_ok=True)
     lines = [
-        f"{hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()}  {name}\n"
-        for name in names
+        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n"
+        for path in sorted(checkpoint.iterdir())
     ]
     sums.write_text("".join(lines))
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from tests.training.checkpoint.helpers import Run, flip_bit, forge_sums, names_in
+from tests.training.checkpoint.helpers import Run, flip_bit, names_in, write_sums
 from titan_sparse.config import Refusal
 from titan_sparse.training.checkpoint import reader
 from titan_sparse.training.checkpoint.reader import Broken, read_into, read_metadata, verify
@@ -41,7 +41,7 @@ def checkpoint(tmp_path) -> Path:
 
 def test_metadata_runs_nothing(tmp_path, checkpoint):
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Command(tmp_path / "ran")))
-    forge_sums(checkpoint)
+    write_sums(checkpoint)
     with pytest.raises(Broken, match=r"\.metadata can't be read: it asks for posix\.system"):
         read_metadata(checkpoint)
     with pytest.raises(Refusal, match="initial_load_path"):
@@ -64,9 +64,7 @@ def test_values_run_nothing(tmp_path, checkpoint, monkeypatch):
     (checkpoint / "hostile.distcp").write_bytes(buffer.getvalue())
     metadata.storage_data[index] = _StorageInfo("hostile.distcp", 0, len(buffer.getvalue()))
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
-    with (checkpoint / "checksums.sha256").open("a") as sums:
-        sums.write(f"{64 * '0'}  hostile.distcp\n")
-    forge_sums(checkpoint)
+    write_sums(checkpoint)
     verify(checkpoint)
     with pytest.raises(Refusal, match="no checkpoint in .* is whole") as caught:
         Run(tmp_path / "run").checkpointer.load()
@@ -89,7 +87,7 @@ def test_files_outside_the_folder_are_not_opened(checkpoint, place, problem):
     metadata = read_metadata(checkpoint)
     metadata.storage_data[MetadataIndex("weight")] = place
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
-    forge_sums(checkpoint)
+    write_sums(checkpoint)
     with pytest.raises(Broken, match=problem):
         verify(checkpoint)
 

@@ -19,7 +19,7 @@ from tests.distributed import on_ranks
 from tests.runs import metrics_of, tiny_config, weights_of
 from titan_sparse.config import Guard as GuardSection
 from titan_sparse.data.shards import DataError
-from titan_sparse.training.faults.guard import Guard, Report, all_finite, refuse_bad_weights
+from titan_sparse.training.faults.guard import Guard, Report, all_finite
 from titan_sparse.training.faults.launcher import Poisoned
 from titan_sparse.training.trainer import Trainer
 
@@ -187,15 +187,6 @@ def test_what_one_rank_finds_holds_for_all():
         whole[0, 1] = value
         sharded = distribute_tensor(whole, mesh, [Shard(0)])
         assert all_finite([torch.ones(4), sharded], CPU) == is_finite
-        model = nn.Linear(3, 2, bias=False)
-        model.weight = nn.Parameter(sharded)
-        if is_finite:
-            refuse_bad_weights(model, CPU)
-        else:
-            with pytest.raises(
-                ValueError, match="^the first weights: weight is not finite everywhere; read"
-            ):
-                refuse_bad_weights(model, CPU)
 
 
 SETTINGS = {
@@ -355,7 +346,7 @@ def _poisoned_start(folder: Path) -> None:
     dist.barrier()
     path = folder / "first/checkpoint/step-2"
     config = tiny_config(folder, "second", **SETTINGS, checkpoint__initial_load_path=str(path))
-    with pytest.raises(ValueError, match="the first weights: .* is not finite everywhere"):
+    with pytest.raises(ValueError, match="^the first weights: .* is not finite everywhere; read"):
         Trainer(config).train()
 
 

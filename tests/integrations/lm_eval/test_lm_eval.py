@@ -1,14 +1,21 @@
-"""Our answers to lm_eval's requests against those of its own HFLM, on the same weights."""
+"""The model "titan_sparse" of lm_eval: its answers are those of lm_eval's own HFLM on the same weights, on
+one rank and on several, from folders and from a run's checkpoint."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
-from tests.integrations.lm_eval.folders import QUESTIONS, write_folder, write_tasks
+from tests.distributed import run_processes
+from tests.models.transformers_models import save_model
+from tests.refusals import refused
+from tests.runs import debug_run, write_texts
 
 pytest.importorskip("lm_eval")
 
@@ -19,6 +26,87 @@ from lm_eval.tasks import TaskManager
 
 from titan_sparse.evaluation.generation import generate
 from titan_sparse.integrations.lm_eval import TitanSparseLM
+from titan_sparse.integrations.lm_eval.model import _of_rank_zero
+
+SPECIAL = ["<pad>", "<s>", "</s>"]
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}\n"
+    "{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+VOCAB = len(SPECIAL) + 256
+
+
+def write_folder(folder: Path, name: str = "llama", adds_bos: bool = True) -> Path:
+    """The model of that name. adds_bos: the tokenizer puts <s> in front of each text, as Llama's."""
+    save_model(folder, name, vocab_size=VOCAB)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(
+        models.BPE(vocab={text: at for at, text in enumerate(SPECIAL + letters)}, merges=[])
+    )
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if adds_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 1)]
+        )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>" if adds_bos else None,
+        eos_token="</s>",
+        chat_template=TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    ).save_pretrained(folder)
+    return folder
+
+
+QUESTIONS = [
+    {"question": "What is white?", "choices": [" snow", " coal", " a long sea"], "answer": 0},
+    {"question": "Who barks, and does not bite,\nmore often than not?", "choices": [" cat", " dog"], "answer": 1},
+    {"question": "?", "choices": [" x", " yes", " z"], "answer": 2},
+]  # fmt: skip
+
+_TASKS = {
+    "choice": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{answer}}",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "write": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{choices[0]}}",
+        "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 8, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+    "roll": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{question}}",
+        "metric_list": [{"metric": "word_perplexity"}],
+    },
+}
+
+
+def write_tasks(folder: Path) -> Path:
+    """local_choice, local_write and local_roll, for lm_eval's include_path."""
+    folder.mkdir()
+    file = folder / "questions.json"
+    file.write_text("\n".join(json.dumps(question) for question in QUESTIONS))
+    for name, task in _TASKS.items():
+        source = {
+            "task": f"local_{name}",
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(file)}},
+            "test_split": "test",
+        }
+        # YAML contains JSON.
+        (folder / f"{name}.yaml").write_text(json.dumps(source | task))
+    return folder
+
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The smallest block of the kernels on a GPU.
@@ -93,9 +181,8 @@ def test_no_code_of_a_tokenizer_is_run(tmp_path, monkeypatch):
     (folder / "own.py").write_text(f"open({str(tmp_path / 'was run')!r}, 'w')\nclass Own: pass\n")
     asked = []
     monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or "y")
-    with pytest.raises(ValueError, match="code of a folder is not run") as caught:
+    with refused("code of a folder is not run"):
         TitanSparseLM(pretrained=str(folder), device="cpu")
-    assert "\n" not in str(caught.value)
     assert not asked and not (tmp_path / "was run").exists()
 
 
@@ -202,9 +289,8 @@ def test_no_group_of_processes_is_needed_to_refuse(tmp_path):
         ({"pretrained": folder, "attention.patern": "moba"}, "attention.pattern"),
         ({"pretrained": folder, "device": "gpu"}, "training.device"),
     ):
-        with pytest.raises(ValueError, match=reason) as caught:
+        with refused(reason):
             TitanSparseLM(**arguments)
-        assert "\n" not in str(caught.value)
     assert not dist.is_initialized()
 
 
@@ -215,9 +301,9 @@ def test_what_a_task_asks_and_is_not_there_is_refused(pair):
         ({"max_gen_toks": 3, "do_sample": True}, "write do_sample=false"),
         ({"max_gen_toks": LONGEST}, "leaves no room for a context in max_length = 64"),
     ):
-        with pytest.raises(ValueError, match=reason):
+        with refused(reason):
             ask(ours, "generate_until", [("x", {"until": [], **options})])
-    with pytest.raises(ValueError, match="a continuation of 65 tokens is outside"):
+    with refused("a continuation of 65 tokens is outside"):
         ask(ours, "loglikelihood", [("x", "y" * 65)])
 
 
@@ -240,11 +326,107 @@ def test_device_of_lm_eval(tmp_path, monkeypatch):
     TitanSparseLM(pretrained=folder, device="cuda:2")
     assert chosen == [2, "cuda"]
     for name in ("cuda:3", "cuda:x"):
-        with pytest.raises(ValueError, match=f"--device {name} is not one of the 3 GPUs") as caught:
+        with refused(f"--device {name} is not one of the 3 GPUs"):
             TitanSparseLM(pretrained=folder, device=name)
-        assert "\n" not in str(caught.value)
     monkeypatch.setenv("LOCAL_RANK", "0")
-    with pytest.raises(
-        ValueError, match="each rank of torchrun has its own GPU; leave --device out"
-    ):
+    with refused("each rank of torchrun has its own GPU; leave --device out"):
         TitanSparseLM(pretrained=folder, device="cuda:2")
+
+
+# Several ranks, and runs
+
+TASKS = ["local_choice", "local_roll", "local_write"]
+
+
+def _evaluate(folder: Path, ranks: str) -> dict | None:
+    return simple_evaluate(
+        "titan_sparse",
+        f"pretrained={folder}/model,training.dtype=float32,attention.block_size=16,{ranks}",
+        tasks=TASKS,
+        device="cpu",
+        batch_size=2,
+        task_manager=TaskManager(include_path=str(folder / "tasks"), include_defaults=False),
+        log_samples=True,
+        bootstrap_iters=0,
+    )
+
+
+def _answers(results: dict) -> list:
+    """What each task's requests got, one after the other: log-likelihoods, greedy flags, texts."""
+    answers = []
+    for task in TASKS:
+        for sample in results["samples"][task]:
+            for (answer,) in sample["resps"]:
+                answers += answer if isinstance(answer, list | tuple) else [answer]
+    return answers
+
+
+def _on_two_ranks(folder: Path) -> None:
+    """They share a sequence, or each has requests of its own: three questions for two ranks. Ranks
+    that are asked otherwise run what rank 0 asks."""
+    rank = dist.get_rank()
+    expected = json.loads((folder / "one.json").read_text())
+    for ranks in (
+        "parallelism.cp=2,attention.layout=balanced,attention.schedule=group_cast",
+        "parallelism.dp_shard=2",
+    ):
+        os.environ["LOCAL_RANK"] = "0"  # as on two nodes of one rank each
+        results = _evaluate(folder, ranks)
+        assert (results is None) == (rank != 0), ranks
+        # It names the GPU of this rank, also for what comes later in this process.
+        assert os.environ["LOCAL_RANK"] == "0"
+        if results is not None:
+            assert _answers(results) == pytest.approx(expected, abs=1e-4), ranks
+
+    assert _of_rank_zero({"rank": rank}) == {"rank": 0}
+    model = TitanSparseLM(
+        pretrained=f"{folder}/model",
+        device="cpu",
+        **{"training.dtype": "float32", "attention.block_size": 16, "parallelism.cp": 2},
+    )
+    for method, others in (
+        (model.loglikelihood, [("One", " two"), ("Two", " three and more")]),
+        (model.loglikelihood_rolling, [("One",), ("Two and more",)]),
+        (model.generate_until, [("One", {"max_gen_toks": 2}), ("Two", {"max_gen_toks": 5})]),
+    ):
+        request = Instance(method.__name__, doc={}, arguments=others[rank], idx=0)
+        found: list = [None] * 2
+        dist.all_gather_object(found, method([request]))
+        assert found[0] == found[1]
+    with refused("--use_cache needs one process"):
+        model.set_cache_hook(None)
+
+
+def test_several_ranks_answer_as_one(tmp_path):
+    write_folder(tmp_path / "model")
+    write_tasks(tmp_path / "tasks")
+    one = _evaluate(tmp_path, "parallelism.cp=1")
+    (tmp_path / "one.json").write_text(json.dumps(_answers(one)))
+    run_processes(2, _on_two_ranks, tmp_path)
+
+
+def test_a_run_sparse_and_dense(tmp_path):
+    """Its newest checkpoint or a step, with its config.toml, tokenizer and pattern."""
+    write_texts(tmp_path / "texts")
+    debug_run(tmp_path, training__seq_len=900, attention__vertical_slash__recall=0.2)
+    requests = [
+        Instance("loglikelihood", doc={}, arguments=("a b c d " * 30, " e f"), idx=0),
+        Instance("loglikelihood", doc={}, arguments=("", " e f"), idx=1),
+    ]
+    run = tmp_path / "run"
+    tokenizer = str(write_folder(tmp_path / "model"))
+    newest = TitanSparseLM(checkpoint=str(run), tokenizer=tokenizer, device="cpu")
+    of_step = str(run / "checkpoint/step-2")
+    step = TitanSparseLM(checkpoint=of_step, tokenizer=tokenizer)
+    dense = TitanSparseLM(checkpoint=str(run), tokenizer=tokenizer, attention="dense")
+    assert newest.get_model_info()["attention_pattern"] == "vertical_slash"
+    assert dense.get_model_info()["attention_pattern"] == "dense"
+    assert newest.max_length == max(900, newest.scorer.model_config.max_positions)
+    sparse = newest.loglikelihood(requests)
+    assert sparse == step.loglikelihood(requests)
+    others = dense.loglikelihood(requests)
+    # The long one differs. The short one is below vertical_slash.dense_below.
+    assert abs(sparse[0][0] - others[0][0]) > 1e-6
+    assert sparse[1][0] == pytest.approx(others[1][0], abs=1e-5)
+    with refused("write tokenizer=FOLDER"):
+        TitanSparseLM(checkpoint=str(run))
