@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tests.attention.problems import PATTERNS, combinations
-from titan_sparse.attention import attend
+from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.masks import Causal, Dilated, Documents, Full, SlidingWindow
 from titan_sparse.attention.observe import recording
 
@@ -30,6 +30,29 @@ def _refused(words: str, *qkv: Tensor, **options) -> None:
     with pytest.raises(ValueError, match=words) as error:
         attend(*qkv, block_size=BLOCK, **options)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.25, float("nan"), float("inf")])
+def test_a_scale_that_turns_the_order_around_is_refused(scale):
+    """Kernels would compute NaN, and MoBA would choose the wrong chunks."""
+    qkv = [_x(1, 2, SEQ_LEN, 8) for _ in range(3)]
+    for pattern in PATTERNS.values():
+        _refused("scale=.* is not a finite number above 0", *qkv, pattern=pattern, scale=scale)
+    with pytest.raises(ValueError, match="scale=.* is not a finite number above 0"):
+        PATTERNS["moba"].select(*qkv[:2], Causal(), block_size=BLOCK, scale=scale)
+    # As advised.
+    q, k, v = qkv
+    attend(-q, k, v, block_size=BLOCK, scale=0.25)
+
+
+def test_a_block_is_a_whole_number_of_tokens():
+    qkv = [_x(1, 2, SEQ_LEN, 8) for _ in range(3)]
+    for size in (0, 16.5):
+        with pytest.raises(ValueError, match="block_size=.*: a block holds a whole number"):
+            attend(*qkv, block_size=size)
+    with pytest.raises(ValueError, match="block_size=0: a block holds one token or more"):
+        ContextParallel(None, block_size=0)
+    assert torch.equal(attend(*qkv, block_size=16.0), attend(*qkv, block_size=16))
 
 
 # Devices

@@ -7,15 +7,17 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.attention.problems import PATTERNS, op_arguments
+from tests.fake_step import fake_world
 from tests.reference import by_token, structured_qkv
 from tests.slice_cases import cut_square, random_legal
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges
 from titan_sparse.attention.masks.slices import Slices
-from titan_sparse.attention.patterns import Pattern
+from titan_sparse.attention.patterns import MoBA, Pattern, VerticalSlash, XAttention
 
 BLOCK, SEQ_LEN, WIDTH = 16, 128, 32
 ONE_RANK = ContextParallel(None, "contiguous", "local", BLOCK)
@@ -76,6 +78,42 @@ def test_compiled_once_equal_to_eager_for_all_masks(pattern, masks):
         got = _step(layer, compiled, _input(seed), ranges)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert counter.frame_count == 1, "compiled again for another mask"
+
+
+@pytest.mark.parametrize(
+    "kind, options",
+    [(VerticalSlash, {"dense_below": 32}), (XAttention, {"stride": 4}), (MoBA, {"chunk_size": 16})],
+)
+def test_a_pattern_made_inside_of_a_compiled_function(kind, options):
+    """Tracing does not run what makes it. Its index comes out as well."""
+    q, k, v = structured_qkv(1, 4, 2, SEQ_LEN, 8)
+
+    def selecting(share: float, cap: int) -> list[Tensor]:
+        # These options were never used before.
+        more = {"top_k": cap} if kind is MoBA else {"threshold": share}
+        more = {"recall": share} if kind is VerticalSlash else more
+        pattern = kind(**options, **more)
+        out, aux = attend(q, k, v, DOCUMENTS[1], pattern, block_size=BLOCK, return_aux=True)
+        return [out, aux.lse, *aux.index.tensors()]
+
+    compiled = torch.compile(selecting, fullgraph=True, backend="aot_eager")
+    found, wanted = compiled(0.6543, 3), selecting(0.6543, 3)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["all_gather", "ring", "ulysses"])
+def test_ranks_compile_with_dynamic_shapes(schedule):
+    """Sizes of a ContextParallel are constants of the graph."""
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        cp = ContextParallel(mesh, "zigzag", schedule, BLOCK)
+
+        def attended(*qkv: Tensor) -> Tensor:
+            return attend(*qkv, DOCUMENTS[1], PATTERNS["vertical_slash"], cp)
+
+        compiled = torch.compile(attended, fullgraph=True, dynamic=True, backend="aot_eager")
+        local = [cp.shard(x, 2) for x in structured_qkv(1, 4, 2, SEQ_LEN, 8)]
+        assert compiled(*local).shape == local[0].shape
 
 
 WIDTHS = [(3, 128, 8), (3, 128, 16)]

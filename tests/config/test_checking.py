@@ -135,7 +135,9 @@ REFUSED = {
     "--activation_checkpoint.offload": "needs blocks that are compiled.*compile.enable = true",
     COMPILED + " --compile.backend eager": "needs blocks that are compiled",
     COMPILED + " --activation_checkpoint.mode none": 'activation_checkpoint.mode = "full"',
-    "--training.mlp_chunk_tokens 5000": "more than the 4096 tokens of a rank",
+    "--training.mlp_chunk_tokens 5000": "more than the 4096 tokens of a rank.*example 1024",
+    "--profiling.enable --training.steps 5": "profiling.first_step = 4 or less",
+    "--profiling.enable --training.steps 5 --profiling.steps 9": "= 1 and profiling.steps = 5 or",
     "--float8.enable --training.device cpu": "needs a GPU",
     "--float8.enable --training.dtype float32": 'write training.dtype = "bfloat16"',
     "--float8.enable --float8.filter mlp,": "float8.filter.*empty name",
@@ -165,6 +167,13 @@ REFUSED = {
 @pytest.mark.parametrize("words", REFUSED)
 def test_impossible_combination(words):
     assert re.search(REFUSED[words], message_of(check_words, words))
+
+
+def test_ulysses_inside_a_node_recomputes_in_any_layout():
+    """A rank has whole sequences of its heads."""
+    config = check_words(ULYSSES + HALF + CP + " --attention.layout zigzag")
+    config.parallelism.cp_intra = 1
+    assert "activation_checkpoint.attention_recompute" in message_of(check, config, 2, 2)
 
 
 @pytest.mark.parametrize(

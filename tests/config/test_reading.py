@@ -108,6 +108,7 @@ BAD_WORDS = [
     ("--atention.pattern dense", "atention.pattern; did you mean attention.pattern?"),
     ("--attention.recall 0.9", "did you mean attention.vertical_slash.recall?"),
     ("--training.lr 1", "training.lr; did you mean optimizer.lr?"),
+    ("--optimizer.name adamw", 'did you mean "AdamW"?'),
     ("--confg x.toml", "unknown key confg; did you mean --config?"),
     ("--training.steps abc", 'training.steps = "abc" is not an integer'),
     ("--training.seq_len 1kb", "is not a number of tokens; write for example 131072 or 128k"),

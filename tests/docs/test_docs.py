@@ -125,6 +125,18 @@ def test_words():
     assert len([word for word in words if re.search(r"\w", word)]) <= 16_000
 
 
+def test_no_merge_is_left_half_done():
+    pages = [*PAGES, *ROOT.glob("*.md"), *(ROOT / "kernels").rglob("*.md")]
+    marks = ("<<<<<<< ", "=======\n", ">>>>>>> ")
+    found = [
+        (page, line)
+        for page in pages
+        for line in page.read_text().splitlines(keepends=True)
+        if line.startswith(marks)
+    ]
+    assert found == []
+
+
 CODE = ("titan_sparse", "kernels", "scripts", "examples")
 QUESTIONS = {"What", "Whether", "How", "Where", "Which", "Why", "When", "Who", "Of"}
 

@@ -1,6 +1,7 @@
 """Loss by position, needles, and generated text are those of a plain forward on any mesh."""
 
 import itertools
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,6 +69,14 @@ def test_what_cannot_be_measured_is_refused():
             next(windows([Encoded(np.arange(9))], 7, stride))
     with pytest.raises(ValueError, match="150 positions cannot be cut into 151 buckets"):
         position_loss(None, [], 150, 151)
+    for seed in range(20):
+        with pytest.raises(
+            ValueError, match="do not fit in 100 tokens; write (384|448) or more"
+        ) as error:
+            needle_samples(HAYSTACK, [100], [0.5], 1, seed)
+        # As advised, whatever the keys and numbers are.
+        [advised] = re.findall(r"write (\d+)", str(error.value))
+        needle_samples(HAYSTACK, [int(advised)], [0.5], 50, seed)
     with pytest.raises(ValueError, match="empty"):
         haystack(TokenizedTexts(["", ""], TOKENIZER), 10)
     for prompts in ([], [np.array([1]), np.array([], dtype=np.int64)]):

@@ -46,6 +46,12 @@ CASES = {
     "accumulated": {"training__gradient_accumulation_steps": 3},
     "compiled": {"compile__enable": True},
     "kept": {"activation_checkpoint__mode": "none"},
+    "xattention": {"attention__pattern": "xattention", "attention__xattention__dense_below": 128},
+    "moba": {
+        "attention__pattern": "moba",
+        "attention__moba__chunk_size": 64,
+        "attention__moba__top_k": 2,
+    },
 }
 
 

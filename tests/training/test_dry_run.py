@@ -41,6 +41,19 @@ def program(monkeypatch, capsys):
     return run
 
 
+def test_cuda_graphs(program):
+    """As the run that starts so."""
+    status, printed = program("--dry-run --training.seq_len 8192")
+    assert status == 0 and "forward and backward are CUDA graphs from step 3 on" in printed
+    ring = (
+        "--dry-run --ranks 4 --parallelism.cp 4 --parallelism.cp_intra 1 --attention.schedule ring"
+    )
+    status, printed = program(ring)
+    assert status == 0 and "not CUDA graphs, since attention.schedule = " in printed
+    status, printed = program(f"{ring} --compile.cuda_graphs on")
+    assert status == 2 and printed.count("\n") == 1 and "compile.cuda_graphs" in printed
+
+
 def test_report(program):
     status, printed = program("--dry-run --device-memory 80")
     peak = float(re.search(r"peak (\S+) GiB", printed)[1])

@@ -1,11 +1,15 @@
 """When steps become CUDA graphs, and what a graph depends on. tests/gpu/test_step_graphs.py runs them."""
 
 import warnings
+from collections import defaultdict
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from tests.runs import TINY, tiny_config
+from tests.runs import TINY, tiny_config, train, write_texts
 from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.masks.ranges import Causal, Documents
 from titan_sparse.training.step_graphs import (
@@ -16,8 +20,15 @@ from titan_sparse.training.step_graphs import (
     explain,
     flattened,
 )
+from titan_sparse.training.trainer import Trainer
 
 S = 1024
+RING = {
+    "parallelism__cp": 2,
+    "attention__mask": "causal_across_documents",
+    "training__seq_len": 320,
+}
+"""Whole sequences, all of which see the same."""
 
 
 @pytest.mark.parametrize(
@@ -33,39 +44,53 @@ S = 1024
             "ulysses",
             'attention.schedule = "ulysses" plans each batch of documents',
         ),
-        (
-            {"parallelism__cp": 2, "attention__mask": "causal", "attention__layout": "zigzag"},
-            "ring",
-            'attention.route_by = "auto"',
-        ),
+        (RING | {"attention__layout": "zigzag"}, "ring", 'attention.route_by = "auto"'),
         ({"parallelism__cp": 2, "attention__layout": "balanced"}, "local", '"balanced"'),
         ({"attention__window_sinks": 4}, "local", "attention.window_sinks"),
+        ({"attention__backend": "eager"}, "local", 'attention.backend = "eager"'),
+        (RING | {"attention__sliding_window": 40}, "ring", "attention.sliding_window"),
+        (RING | {"training__seq_len": 300}, "ring", "training.seq_len is no multiple of 32"),
+        (RING | {"data__sequences": "fixed_and_rest"}, "double_ring", "data gives shorter"),
+        (RING | {"data__format": "messages"}, "ring", "data gives shorter sequences"),
     ],
 )
 def test_what_cannot_be_captured(tmp_path, settings, schedule, said):
     """auto says why, and "on" refuses by the same name. Without the key both take graphs."""
-    config = tiny_config(tmp_path, "run", **settings)
-    has_graphs, line = explain(config, TINY, "cuda", schedule)
+    config = tiny_config(tmp_path, "run", attention__schedule=schedule, **settings)
+    has_graphs, line = explain(config, TINY, "cuda", 2)
     assert not has_graphs and said in line
     config.compile.cuda_graphs = "on"
     with pytest.raises(ValueError, match='is impossible: .*; write "auto"') as refused:
-        explain(config, TINY, "cuda", schedule)
+        explain(config, TINY, "cuda", 2)
     assert said in str(refused.value)
-    plain = tiny_config(tmp_path, "run", compile__cuda_graphs="on")
-    assert explain(plain, TINY, "cuda", "all_gather")[0]
-    assert explain(plain, TINY, "cuda", "ulysses")[0]
+
+
+@pytest.mark.parametrize(
+    "settings, schedules",
+    [
+        ({"parallelism__cp": 2}, ("auto", "all_gather", "ulysses")),
+        # Whole sequences are planned once.
+        (RING, ("auto", "all_gather", "ulysses", "ring", "double_ring")),
+        # One rank has nothing to plan.
+        ({}, ("auto", "all_gather", "ulysses", "ring", "group_cast")),
+    ],
+)
+def test_what_can_be_captured(tmp_path, settings, schedules):
+    config = tiny_config(tmp_path, "run", compile__cuda_graphs="on", **settings)
+    for config.attention.schedule in schedules:
+        assert explain(config, TINY, "cuda", 2)[0]
 
 
 def test_where_auto_takes_them(tmp_path):
     config = tiny_config(tmp_path, "run", training__seq_len=131072)
-    assert explain(config, TINY, "cpu", "local")[1].endswith("since graphs need a GPU, not a CPU")
-    has_graphs, line = explain(config, TINY, "cuda", "local")
+    assert explain(config, TINY, "cpu")[1].endswith("since graphs need a GPU, not a CPU")
+    has_graphs, line = explain(config, TINY, "cuda", 2)
     assert not has_graphs and "131,072 tokens a GPU" in line
     # Half of them, over two ranks.
     config.parallelism.cp = 2
-    assert explain(config, TINY, "cuda", "all_gather")[0]
+    assert explain(config, TINY, "cuda", 2)[0]
     config.compile.cuda_graphs = "off"
-    assert 'compile.cuda_graphs = "off"' in explain(config, TINY, "cuda", "all_gather")[1]
+    assert 'compile.cuda_graphs = "off"' in explain(config, TINY, "cuda", 2)[1]
 
 
 def _batch(mask) -> MicroBatch:
@@ -92,6 +117,47 @@ def test_documents_share_a_graph():
     tensors, _ = flattened(_batch(Documents([[5]])))
     # Tokens, positions, labels, four of the mask with its offsets, the seed, and the labels' number.
     assert len(tensors) == 9
+
+
+class _Operations(TorchDispatchMode):
+    """Notes each operation of torch, with its numbers and with the shapes of its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        # The profiler names ranges, and collectives their process groups.
+        if func.namespace not in ("profiler", "c10d"):
+            leaves = tree_leaves((args, kwargs))
+            self.seen.append((func, *(x.shape if isinstance(x, Tensor) else x for x in leaves)))
+        return func(*args, **kwargs)
+
+
+def test_only_tensors_change_from_step_to_step(tmp_path, monkeypatch):
+    """A replay would go on with all other numbers: those of the step that was captured."""
+    steps = defaultdict(list)
+    forward_backward = Trainer._forward_backward
+
+    def noted(self: Trainer, batch: MicroBatch, records: tuple[int, int] | None) -> Computed:
+        with _Operations() as operations:
+            computed = forward_backward(self, batch, records)
+        # The first step makes the gradients.
+        if self.progress.step > 0:
+            steps[flattened(batch)[1]].append((batch, operations.seen))
+        return computed
+
+    monkeypatch.setattr(Trainer, "_forward_backward", noted)
+    write_texts(tmp_path / "texts")
+    settings = {"metrics__log_every": 10, "training__steps": 7, "training__z_loss": 1e-3}
+    train(tiny_config(tmp_path, "run", **settings))
+    # Those that are not recorded.
+    [batches] = steps.values()
+    batches = batches[:-1]
+    assert len({batch.valid.item() for batch, _ in batches}) > 1
+    for _, seen in batches[1:]:
+        assert seen == batches[0][1] and len(seen) > 100
 
 
 def test_a_step_without_a_graph_adds_to_no_gradient_of_a_graph():

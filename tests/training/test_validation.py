@@ -130,7 +130,7 @@ def test_what_is_read(monkeypatch, section, source, subset, split):
     "key, value, reason",
     [
         ("source", "{}/none", "this file or folder does not exist"),
-        ("needle_lengths", "100", "do not fit in 100 tokens; write 3.. or more"),
+        ("needle_lengths", "100", "validation.needle_lengths: .* do not fit in 100 tokens"),
         ("source", "{}/short.txt", "no document has 100 tokens"),
     ],
 )

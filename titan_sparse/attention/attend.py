@@ -11,6 +11,7 @@ from titan_sparse.attention.compiling import switch_wrong_fusions_off
 from titan_sparse.attention.context_parallel import ulysses
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.inputs import (
+    check_scale,
     check_sinks,
     check_tensors,
     constant,
@@ -87,12 +88,13 @@ def attend(
     cp: the ranks that share the sequence. q, k and v are then this rank's blocks of it, and the
     call is collective.
     backend: "auto", or a name of titan_sparse.attention.backends.
-    scale: of the scores; default D ** -0.5.
+    scale: of the scores, above 0; default D ** -0.5.
     block_size: tokens, for cp=None only; default 128.
     recomputed: for activation checkpointing that keeps SAVED_OPS. The share of each sequence, from
     its start, whose out and lse are computed again in the backward rather than kept (BurstEngine's
     sequence-level selective checkpointing), rounded to a block of every rank. A share between 0
-    and 1 needs a causal mask, and one rank or the layout "striped".
+    and 1 needs a causal mask, and one rank, the layout "striped", or the schedule "ulysses" inside
+    of one node.
     sinks: [Hq], fp32 or the dtype of q. A learned logit of each query head that takes part in the
     softmax of every row and has no value (GPT-OSS); -inf for a head without one. `scale` does not
     apply to it. Patterns select, and density and recall count, by the softmax over keys alone. Every
@@ -118,6 +120,7 @@ def attend(
         check_sinks(sinks, q)
     ranges = resolve_mask(mask, q, ranks)
     if scale is not None:
+        check_scale(scale)
         scale = constant(scale)
     has_slices = ranges.slices is not None
     if pattern.dynamic or has_slices:

@@ -1,5 +1,6 @@
 """Check the inputs of attend() and pattern.select(), pad them, and pack them for the custom ops."""
 
+import math
 import operator
 from typing import Any, NamedTuple
 
@@ -43,14 +44,18 @@ def ranks_of(cp: ContextParallel | None, block_size: int | None) -> Ranks:
     """
     if cp is None:
         size = DEFAULT_BLOCK_SIZE if block_size is None else block_size
-        if size < 1:
-            raise ValueError(f"block_size={size}: a block holds at least one token")
+        if size < 1 or size % 1:
+            raise ValueError(
+                f"block_size={size}: a block holds a whole number of tokens, 1 or more"
+            )
+        size = int(size)
         return Ranks(f"{ONE_RANK}:{size}", 1, size)
     if block_size not in (None, cp.block_size):
         raise ValueError(
             f"block_size={block_size} differs from that of cp ({cp.block_size}); leave it out"
         )
-    return Ranks(cp.key, cp.size, cp.block_size, cp.layout)
+    # Constants of a compiled graph, as the key is.
+    return Ranks(cp.key, operator.index(cp.size), operator.index(cp.block_size), cp.layout)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -98,6 +103,13 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
             f'sinks is on {sinks.device}, q on {q.device}; write sinks.to("{q.device}")'
         )
     check_tangents(sinks=sinks)
+
+
+def check_scale(scale: float) -> None:
+    """Raises ValueError unless it is a finite number above 0: of a row's largest product, kernels make
+    the largest score."""
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale={scale} is not a finite number above 0; write -q for another sign")
 
 
 def check_tangents(**tensors: Tensor) -> None:

@@ -43,7 +43,7 @@ from titan_sparse.attention.inputs import (
     whole_blocks,
 )
 from titan_sparse.attention.masks.ranges import MaskRanges
-from titan_sparse.attention.patterns.base import PATTERNS_BY_KEY, Pattern
+from titan_sparse.attention.patterns.base import Pattern, pattern_of
 from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.kernels.sinks import add_sinks, sinks_gradient, sinks_gradient_naive
 
@@ -108,7 +108,7 @@ def options_key(pattern: str, cp: str, *options) -> str:
     key = " | ".join(map(str, (cp, pattern, *options)))
     calls = context_of(cp).calls
     if key not in calls:
-        calls[key] = CallOptions(PATTERNS_BY_KEY[pattern], cp, *options)
+        calls[key] = CallOptions(pattern_of(pattern), cp, *options)
     return key
 
 

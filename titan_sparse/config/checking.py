@@ -74,7 +74,7 @@ def check(config: Config, world_size: int, local_world_size: int) -> None:
         _check_attention(config)
         if config.attention.schedule == "ulysses":
             _check_ulysses(config, model, local_world_size)
-        _check_memory(config)
+        _check_memory(config, local_world_size)
         _check_float8(config)
         if resolve_adapters(model, **vars(config.lora)):
             _check_lora(config)
@@ -254,7 +254,7 @@ def _check_ulysses(config: Config, model: DecoderConfig, local_world_size: int) 
             clash(config, f"attention.{name}", "attention.schedule", why=why)
 
 
-def _check_memory(config: Config) -> None:
+def _check_memory(config: Config, local_world_size: int) -> None:
     training = config.training
     lever = config.activation_checkpoint
     is_on_gpu = training.device != "cpu" and config.attention.backend != "eager"
@@ -270,14 +270,20 @@ def _check_memory(config: Config) -> None:
             "activation_checkpoint.offload = true needs blocks that are compiled; write "
             'compile.enable = true and compile.backend = "inductor"',
         )
-    is_whole = lever.attention_recompute in (0, 1) or config.parallelism.cp == 1
-    if not is_whole and config.attention.layout != "striped":
+    cp = config.parallelism.cp
+    # With ulysses inside a node, a rank has whole sequences of its heads.
+    has_whole_heads = (
+        config.attention.schedule == "ulysses"
+        and resolve_cp_intra(config.parallelism, local_world_size) == cp
+    )
+    needs_striped = lever.attention_recompute not in (0, 1) and cp > 1 and not has_whole_heads
+    if needs_striped and config.attention.layout != "striped":
         clash(config, "attention.layout", "activation_checkpoint.attention_recompute")
-    tokens = training.local_batch_size * training.seq_len // config.parallelism.cp
+    tokens = training.local_batch_size * training.seq_len // cp
     require(
         training.mlp_chunk_tokens <= tokens,
         f"training.mlp_chunk_tokens = {training.mlp_chunk_tokens} is more than the {tokens} tokens "
-        "of a rank and would do nothing; write 0 or for example 8192",
+        f"of a rank and would do nothing; write 0 or for example {max(1, tokens // 4)}",
     )
 
 
@@ -334,10 +340,14 @@ def _check_run(config: Config) -> None:
     source = "lr_scheduler.total_steps" if scheduler.total_steps else "training.steps"
     if scheduler.warmup_steps > attrgetter(source)(config):
         clash(config, "lr_scheduler.warmup_steps", source, "a smaller one", "is above")
-    last = config.profiling.first_step + config.profiling.steps - 1
-    if config.profiling.enable and last > config.training.steps:
+    profiling, steps = config.profiling, config.training.steps
+    last = profiling.first_step + profiling.steps - 1
+    if profiling.enable and last > steps:
+        instead = f"profiling.first_step = {steps - profiling.steps + 1} or less"
+        if profiling.steps >= steps:
+            instead = f"profiling.first_step = 1 and profiling.steps = {steps} or less"
         why = f"traces up to step {last}, above"
-        clash(config, "profiling.first_step", "training.steps", "a smaller one", why)
+        clash(config, "profiling.first_step", "training.steps", instead, why)
     pictures, every = config.metrics.pictures_every, config.metrics.log_every
     if pictures % every:
         instead = f"metrics.pictures_every = {-(-pictures // every) * every}"

@@ -150,9 +150,10 @@ def _check_first_checkpoint(section: Checkpoint, output_dir: Path) -> None:
     words = [path.name.removeprefix("step-") for path in folder.glob("step-*/")]
     numbers = sorted(int(word) for word in words if word.isdecimal())
     listed = ", ".join(f"step-{number}" for number in numbers)
+    found = f"only {listed}" if listed else "no checkpoint"
     # A run that went on from `step` may have rotated it out, and then has later ones.
     require(
         any(number >= step for number in numbers),
-        f"checkpoint.load_step = {step}: {folder} has only {listed or 'nothing'}; write another step, "
-        "or -1 for the newest",
+        f"checkpoint.load_step = {step}: {folder} has {found}; write another step, or -1 "
+        "for the newest",
     )

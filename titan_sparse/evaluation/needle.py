@@ -105,8 +105,10 @@ def _sample(
     answer = encode(" {value}.")
     room = length - len(introduction) - len(needle) - len(question) - len(answer)
     if room < 0:
+        # Other keys and numbers may have a few tokens more.
+        enough = -(-(length - room + 32) // 64) * 64
         raise ValueError(
-            f"a needle and its question do not fit in {length} tokens; write {length - room} or more"
+            f"a needle and its question do not fit in {length} tokens; write {enough} or more"
         )
     text = text[draw.randrange(length) :][:room]
     before = round(depth * room)

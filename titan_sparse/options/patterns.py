@@ -117,7 +117,7 @@ class VerticalSlashOptions(PatternOptions):
             if has_cap and least > most:
                 raise ValueError(
                     f"{self.name}.min_{what} = {least} is above {self.name}.max_{what} = {most}; "
-                    f"write min_{what} = {most} or less, or max_{what} = {least} or more"
+                    f"write min_{what} = {most}{' or less' * (most > 0)}, or max_{what} = {least} or more"
                 )
 
     def check_block_size(self, block_size: int) -> None:

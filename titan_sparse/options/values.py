@@ -93,8 +93,10 @@ def one_of(key: str, value: Any, choices: Collection[str]) -> str:
     """The value. Raises ValueError, one line, when it is none of the choices."""
     if value in tuple(choices):
         return value
-    near = difflib.get_close_matches(str(value), choices, 1)
-    hint = f"; did you mean {show(near[0])}?" if near else ""
+    # Whether letters are capital counts for little.
+    by_letters = {choice.lower(): choice for choice in choices}
+    near = difflib.get_close_matches(str(value).lower(), by_letters, 1)
+    hint = f"; did you mean {show(by_letters[near[0]])}?" if near else ""
     listed = ", ".join(show(choice) for choice in choices)
     raise ValueError(f"{key} = {show(value)} is not one of {listed}{hint}")
 

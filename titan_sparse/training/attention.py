@@ -21,7 +21,7 @@ from titan_sparse.attention.linear import gated_delta_net, split_documents
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, MaskRanges, SlidingWindow
 from titan_sparse.attention.masks.slices import Slices, sliding_window
 from titan_sparse.attention.patterns import PATTERNS, Pattern
-from titan_sparse.config import Attention, Config, resolve_cp_intra, resolve_overlap_stages
+from titan_sparse.config import Attention, Config, resolve_overlap_stages
 from titan_sparse.config.reading import dense_layers
 from titan_sparse.models.decoder import Attends, LayerMasks
 from titan_sparse.models.flavours import DecoderConfig
@@ -102,12 +102,6 @@ def schedule_named(attention: Attention, inter: int, intra: int) -> str:
         attention.layout == "balanced" and attention.pattern == "dense" and has_local_mask
     )
     return choose(inter, intra, attention.backward_circulates, needs_few_blocks).name
-
-
-def schedule_of_launch(config: Config) -> str:
-    """The schedule on the ranks that torchrun has started."""
-    intra = resolve_cp_intra(config.parallelism)
-    return schedule_named(config.attention, config.parallelism.cp // intra, intra)
 
 
 def build_context_parallel(

@@ -45,6 +45,7 @@ from titan_sparse.training.attention import (
     why_dense,
 )
 from titan_sparse.training.model import model_line
+from titan_sparse.training.step_graphs import explain
 
 OUTSIDE_GIB = 1.5
 """Device memory that PyTorch's allocator does not hand out: CUDA context, libraries and gaps."""
@@ -102,7 +103,10 @@ def world(ranks: int, ranks_per_node: int, device_memory: float, host_memory: fl
 
 
 def dry_run(config: Config, where: World) -> tuple[str, bool]:
-    """The report, and whether the step fits. A step fits if the device's memory is unknown."""
+    """The report, and whether the step fits. A step fits if the device's memory is unknown.
+
+    Raises ValueError for what a run would refuse: CUDA graphs of a step that cannot be captured.
+    """
     step = _step(config, where)
     verdicts, fits = _verdicts(step, config.checkpoint, where)
     lines = [*_shape(config, step, where), *_table(step), "", *verdicts]
@@ -166,6 +170,10 @@ def _shape(config: Config, step: StepShape, where: World) -> list[str]:
         f"{'' if step.compiled else 'not '}compiled, "
         f"attention by {step.backend}, schedule {step.schedule.name}",
     ]
+    # A machine without a GPU asks about one that has some.
+    device_type = "cpu" if config.training.device == "cpu" else "cuda"
+    _, queueing = explain(config, model, device_type, where.ranks_per_node)
+    lines.append(f"steps: {queueing}")
     if dense := why_dense(config, model):
         lines.append(dense)
     if not model.runs_in_transformers:

@@ -20,9 +20,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.observe import Recording
-from titan_sparse.config import Config, resolve_cp_intra
+from titan_sparse.config import Config, padding_multiple, resolve_cp_intra
 from titan_sparse.config.reading import Refusal
+from titan_sparse.config.sources import source_formats
 from titan_sparse.models.flavours import DecoderConfig
+from titan_sparse.training.attention import schedule_named
 from titan_sparse.training.optimizer import shard_of
 
 logger = logging.getLogger("titan_sparse")
@@ -68,16 +70,27 @@ Compute = Callable[[MicroBatch, tuple[int, int] | None], Computed]
 have. records: the arguments of observe.recording(), or None."""
 
 
-def refusal(config: Config, model: DecoderConfig, device_type: str, schedule: str) -> str | None:
+def refusal(
+    config: Config, model: DecoderConfig, device_type: str, local_world_size: int | None = None
+) -> str | None:
     """The reason why steps cannot be CUDA graphs, a phrase; None if they can.
 
-    schedule: what attention.schedule stands for. What only a run shows is not known yet: a host that
-    waits for the GPU inside a forward, as some code of transformers does.
+    local_world_size: ranks of a node; None: those of this launch. What only a run shows is not known
+    yet: a host that waits for the GPU inside a forward, as some code of transformers does.
     """
     attention = config.attention
-    intra = resolve_cp_intra(config.parallelism)
-    nodes = config.parallelism.cp // intra
-    is_ring = schedule in ("ring", "double_ring") or (schedule == "ulysses" and nodes > 1)
+    ranks = config.parallelism.cp
+    intra = resolve_cp_intra(config.parallelism, local_world_size)
+    nodes = ranks // intra
+    schedule = schedule_named(attention, nodes, intra)
+    is_ring = schedule in ("ring", "double_ring") and ranks > 1
+    is_ring = is_ring or (schedule == "ulysses" and nodes > 1)
+    # Whole sequences without padding see the same in every batch.
+    has_padding = (
+        config.training.seq_len % padding_multiple(config) > 0
+        or config.data.sequences == "fixed_and_rest"
+        or set(source_formats(config.data).values()) != {"text"}
+    )
     routes_by_index = attention.route_by == "auto" and attention.layout in ("contiguous", "zigzag")
     reasons = {
         f"graphs need a GPU, not a {device_type.upper()}": device_type != "cuda",
@@ -85,13 +98,21 @@ def refusal(config: Config, model: DecoderConfig, device_type: str, schedule: st
         "activation_checkpoint.offload = true moves activations to the CPU": (
             config.activation_checkpoint.offload
         ),
-        'attention.schedule = "group_cast" plans each batch on the host': schedule == "group_cast",
+        'attention.schedule = "group_cast" plans each batch on the host': (
+            ranks > 1 and schedule == "group_cast"
+        ),
         'attention.layout = "balanced" plans each batch on the host': (
-            config.parallelism.cp > 1 and attention.layout == "balanced"
+            ranks > 1 and attention.layout == "balanced"
         ),
         f'attention.schedule = "{schedule}" plans each batch of documents on the host': (
             is_ring and attention.mask == "documents"
         ),
+        f'attention.schedule = "{schedule}" looks on the host what each batch sees within '
+        "attention.sliding_window": is_ring and attention.sliding_window > 0,
+        f'attention.schedule = "{schedule}" looks on the host at the padding of each batch '
+        f"(training.seq_len is no multiple of {padding_multiple(config)}, or data gives shorter "
+        "sequences)": is_ring and has_padding,
+        'attention.backend = "eager" reads its tables on the host': attention.backend == "eager",
         'attention.route_by = "auto" plans each selection on the host': (
             is_ring and routes_by_index and attention.pattern == "vertical_slash"
         ),
@@ -109,7 +130,7 @@ def refusal(config: Config, model: DecoderConfig, device_type: str, schedule: st
 
 
 def explain(
-    config: Config, model: DecoderConfig, device_type: str, schedule: str
+    config: Config, model: DecoderConfig, device_type: str, local_world_size: int | None = None
 ) -> tuple[bool, str]:
     """The phrase that says if steps become CUDA graphs, and why, for the banner. Arguments as in
     refusal().
@@ -118,7 +139,7 @@ def explain(
     """
     setting = config.compile.cuda_graphs
     training = config.training
-    reason = refusal(config, model, device_type, schedule)
+    reason = refusal(config, model, device_type, local_world_size)
     tokens = training.local_batch_size * training.seq_len // config.parallelism.cp
     if setting == "off":
         reason = 'compile.cuda_graphs = "off"'

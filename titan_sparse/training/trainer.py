@@ -34,7 +34,6 @@ from titan_sparse.training.attention import (
     build_shard,
     choose_backend,
     probe_seed,
-    schedule_of_launch,
     sparse_from,
     why_dense,
 )
@@ -105,9 +104,7 @@ class Trainer:
         # The backend of attention, and the reason for it, for people.
         self.backend, self.kernel = choose_backend(config, self.model_config, self.device)
         costs = costs_of_run(config, self.model_config)
-        self.has_graphs, self.queueing = explain(
-            config, self.model_config, self.device.type, schedule_of_launch(config)
-        )
+        self.has_graphs, self.queueing = explain(config, self.model_config, self.device.type)
         alike_in_run = preflight.alike(config) | preflight.alike_in_training(
             config, self.origin, self.backend, self.loader, self.validation
         )

@@ -57,6 +57,7 @@ class Validator:
             self.sequences = position.first_windows(
                 documents, data.min_document_length, self.length, self.length, section.windows
             )
+        with config_errors("validation.needle_lengths: "):
             self.needles = needle.needle_samples(
                 documents,
                 needle_lengths(section),
@@ -64,6 +65,7 @@ class Validator:
                 section.needle_samples,
                 config.training.seed,
             )
+        with config_errors("[validation]: "):
             if section.prompt:
                 generation.refuse_linear_layers(resolve(**vars(config.model)))
                 template = None

@@ -9,12 +9,14 @@ import torch
 
 from tests.attention.context_parallel.against_one import check_everything
 from tests.attention.patterns.helpers import BLOCK, cases_of_masks
-from tests.attention.problems import PATTERNS, RANGES
+from tests.attention.problems import PATTERNS, RANGES, SEQ_LEN
 from tests.distributed import run_processes
 from tests.reference import structured_qkv
-from titan_sparse.attention.masks.ranges import Causal, Documents
+from titan_sparse.attention.context_parallel.group import one_rank
+from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.patterns import MoBA, VerticalSlash, XAttention, moba, xattention
 from titan_sparse.estimate.indexes import load_indexes, save_indexes
+from titan_sparse.kernels.block_sparse import Tiles
 
 BOTH = [PATTERNS["xattention"], PATTERNS["moba"]]
 
@@ -40,6 +42,22 @@ def test_a_packed_document_selects_as_it_does_alone(pattern):
     alone = pattern.select(q[:, :, 80:], k[:, :, 80:], Causal(), block_size=BLOCK)
     alone = alone.dense(Causal())
     assert torch.equal(packed[:, :, 80:, 80:], alone) and not alone.all()
+
+
+@pytest.mark.parametrize("mask", [Documents([[101, 7, 60]]), Causal(valid=(80,))], ids=str)
+@pytest.mark.parametrize("pattern", BOTH, ids=str)
+def test_nothing_waits_for_a_batch(pattern, mask):
+    """Else no step could be a CUDA graph. Tensors of the device "meta" have nothing that could be read."""
+    cp = one_rank(BLOCK)
+    # Kernels make them.
+    no_tiles = Tiles(None, None, None, None, None, None, BLOCK)
+    q, k = (torch.empty(1, heads, SEQ_LEN, 8, device="meta") for heads in (4, 2))
+    for rows in (mask, mask & SlidingWindow(50)):
+        ranges = rows.rows(SEQ_LEN, "meta")
+        tensors = pattern.select_tensors(q, k, ranges, cp, 1.0)
+        index = pattern.index(tensors, ranges, 1, 4, BLOCK)
+        gathers = index.computation(ranges, cp, 1.0, lambda mask: no_tiles)
+        assert (gathers is not None) == (isinstance(pattern, MoBA) and rows is mask)
 
 
 @pytest.mark.parametrize(

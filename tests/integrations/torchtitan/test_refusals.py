@@ -35,6 +35,14 @@ def attention(models, name="debugmodel"):
         (attention(llama3), {"recal": 0.9}, 'option of vertical_slash = "recal".*mean "recall"'),
         (attention(llama3), {"recall": 2.0}, "vertical_slash.recall = 2.0 is out of range"),
         (attention(llama3), {"load_balancer": "ptrr"}, 'write "headtail" or null'),
+        (
+            attention(llama3),
+            {"schedule": "double_ring"},
+            'schedule = "double_ring" is not .*"ring"',
+        ),
+        (attention(llama3), {"schedule": "Ulysses"}, 'did you mean "ulysses"'),
+        (attention(llama3), {"backend": "cuda"}, 'backend = "cuda" is not one of "auto"'),
+        (attention(llama3), {"block_size": 0}, "block_size = 0 is out of range; write 1"),
         (attention(llama3), {"block_size": 8192}, "dense_below = 8192 or more"),
     ],
 )

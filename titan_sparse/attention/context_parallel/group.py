@@ -72,6 +72,8 @@ class ContextParallel(Communicator):
         ):
             if value not in known:
                 raise ValueError(f'{name} "{value}" is unknown; write one of {", ".join(known)}')
+        if block_size < 1:
+            raise ValueError(f"block_size={block_size}: a block holds one token or more")
         if min(overlap_stages) < 1:
             raise ValueError(
                 f"overlap_stages={overlap_stages}: remote blocks come in one part or more; "

@@ -131,7 +131,7 @@ def kv_copies(heads: int, kv_heads: int, ranks: int) -> int:
     is sent to 3 ranks, once for each.
     """
     if heads % ranks:
-        divisors = [count for count in range(1, heads + 1) if heads % count == 0]
+        divisors = [count for count in range(1, ranks) if math.gcd(heads, ranks) % count == 0]
         raise ValueError(
             f'schedule "ulysses" cannot deal {heads} query heads out to {ranks} ranks of a node; '
             f"write a mesh with a cp_intra among {divisors}, or "

@@ -12,6 +12,7 @@ The trades are ops of their own, before and after those of ops.py. Activation ch
 none of their results, and repeats the trades: what they give is as large as q, k, v and out.
 """
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -25,12 +26,19 @@ from titan_sparse.kernels.dtypes import accumulation_dtype
 
 def check(cp: ContextParallel, q: Tensor, k: Tensor, recomputed: float) -> None:
     """Raises ValueError for heads that the ranks cannot share, and for what nodes cannot recompute."""
-    kv_copies(q.shape[1], k.shape[1], cp.intra)
+    copies_of(cp, q, k)
     if cp.inter > 1 and 0 < recomputed < 1:
         raise ValueError(
             f'recomputed={recomputed} is impossible with schedule "ulysses" between nodes; write '
             'recomputed=0 or 1, or schedule "double_ring"'
         )
+
+
+def copies_of(cp: ContextParallel, q: Tensor, k: Tensor) -> int:
+    """kv_copies() of these tensors, as a constant of a compiled graph."""
+    sizes = (q.shape[1], k.shape[1], cp.intra)
+    heads, kv_heads, ranks = (operator.index(size) for size in sizes)
+    return kv_copies(heads, kv_heads, ranks)
 
 
 def own_heads(sinks: Tensor, cp: ContextParallel) -> Tensor:
@@ -48,7 +56,7 @@ def trade_tokens(
     q: [B, Hq, S_local, D] -> [B, Hq / ranks, ranks * S_local, D]. k, v: [B, Hkv, S_local, D] -> the
     KV heads of these query heads. table: int64 [W, n], of the layout "balanced"; else None.
     """
-    copies = kv_copies(q.shape[1], k.shape[1], cp.intra)
+    copies = copies_of(cp, q, k)
     q, k, v = _trade([q, k, v], copies, True, table, cp.key)
     return q, k, v
 

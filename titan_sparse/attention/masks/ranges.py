@@ -414,8 +414,11 @@ _entries: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def once_per_mask(ranges: MaskRanges, key: Hashable, compute: Callable[[], T]) -> T:
     """compute(), remembered under `key` while this mask's `start` lives and the mask is unchanged.
 
-    `key` must name everything except `ranges` that the result depends on.
+    `key` must name everything except `ranges` that the result depends on. Nothing is remembered of what
+    torch.compile traces.
     """
+    if torch.compiler.is_compiling():
+        return compute()
     start, *others = ranges.tensors().values()
     # Tensors made under inference_mode have no version, and no code writes to them.
     versions = [x._version for x in (start, *others) if not x.is_inference()]

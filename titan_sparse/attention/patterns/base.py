@@ -1,5 +1,6 @@
 """Patterns and their indices."""
 
+import ast
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from titan_sparse.attention import recorder
 from titan_sparse.attention.context_parallel.group import ContextParallel, context_of
 from titan_sparse.attention.inputs import (
     Ranks,
+    check_scale,
     check_tensors,
     mask_of_whole_blocks,
     ranks_of,
@@ -265,14 +267,12 @@ class Pattern(PatternOptions):
         self._register()
 
     def _register(self) -> None:
-        """Give it its key, which also tells apart classes of one name, such as one that a notebook
-        defines again."""
-        number = _CLASSES[type(self)]
-        again = f"#{number + 1}" if number else ""
-        key = f"{self.name}{again}:{dataclasses.asdict(self)}"  # type: ignore[call-overload]
+        """Give it its key: its class, and its options as a dictionary."""
+        options = dataclasses.asdict(self)  # type: ignore[call-overload]
+        key = f"{_class_key(type(self))}:{options}"
         # The dataclass is frozen.
         object.__setattr__(self, "key", key)
-        PATTERNS_BY_KEY[key] = self
+        _PATTERNS[key] = self
 
     def __setattr__(self, name: str, value: object) -> None:
         if "key" in self.__dict__:
@@ -309,6 +309,7 @@ class Pattern(PatternOptions):
         tensors = []
         if self.dynamic:
             scale = q.shape[-1] ** -0.5 if scale is None else scale
+            check_scale(scale)
             tensors = self.choose(q.detach(), k.detach(), ranges, context_of(ranks.key), scale)
         return self.index(tensors, ranges, q.shape[0], q.shape[1], ranks.block_size)
 
@@ -371,8 +372,26 @@ class Pattern(PatternOptions):
 
 _CLASSES: dict[type[Pattern], int] = {}
 """Every class of patterns, and how many of the same name came before it."""
-PATTERNS_BY_KEY: dict[str, Pattern] = {}
+_PATTERNS: dict[str, Pattern] = {}
 """Patterns are values of a few numbers. Equal ones share a key and an entry, which stays for good."""
+
+
+def _class_key(kind: type[Pattern]) -> str:
+    """The name of a class of patterns. A number tells apart those of one name, such as one that a notebook
+    defines again."""
+    number = _CLASSES[kind]
+    return f"{kind.name}#{number + 1}" if number else kind.name
+
+
+def pattern_of(key: str) -> Pattern:
+    """The pattern of this key. One that is made inside of a compiled function is made again here, as
+    torch.compile has only traced it so far."""
+    if key not in _PATTERNS:
+        of_class, _, options = key.partition(":")
+        named = [kind for kind in _CLASSES if hasattr(kind, "name")]
+        [kind] = [kind for kind in named if _class_key(kind) == of_class]
+        kind(**ast.literal_eval(options))
+    return _PATTERNS[key]
 
 
 class BlockPattern(Pattern):

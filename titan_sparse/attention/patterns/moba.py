@@ -164,7 +164,7 @@ class MoBAIndex(BlockIndex):
         scale: float,
         dense_tiles: Callable[[MaskRanges], Tiles],
     ) -> Computation | None:
-        """Gathers queries. Where the mask is not plain, the host waits for it, once a batch."""
+        """Gathers queries. Where the mask may be anything, the host waits for it, once a batch."""
         slots = min(self.top_k - 1, (self.seq_len - 1) // self.chunk)
         if slots == 0 or ranges.slices is not None:
             return None
@@ -440,7 +440,12 @@ class GatheredQueries(Computation):
 
 
 def shows_the_past(ranges: MaskRanges) -> bool:
-    """True if every query sees its whole document up to itself, or nothing. The host waits."""
+    """True if every query sees its whole document up to itself, or nothing.
+
+    The host waits, but for masks with offsets. Their window is taken to cut some document.
+    """
+    if ranges.offsets is not None:
+        return not 0 < ranges.window < ranges.start.shape[1]
     position = torch.arange(ranges.start.shape[1], device=ranges.start.device)
     from_origin = ranges.start == document_origin(ranges)
     up_to_itself = ranges.stop == position + 1

@@ -75,8 +75,9 @@ class XAttention(BlockPattern, XAttentionOptions):
         """The cells that this rank scores, the same for every layer."""
         spans = find_spans(ranges, batch, self.dense_below, cp.block_size)
         own_blocks = cp.blocks(ranges)
-        # On the host, so that no layer but the first waits for the device.
-        numbers = own_blocks.tolist()
+        # On the host, which waits for the device only where the layout follows from the mask.
+        table = cp.table(ranges) if cp.depends_on_mask else cp.block_table(ranges.start.shape[1])
+        numbers = table[cp.rank].tolist()
         key_cells = ranges.start.shape[1] // self.stride
         blocks = _query_blocks(ranges, spans, own_blocks, cp.block_size, self.stride)
         keys, queries = _counted(spans, own_blocks, cp.block_size, self.stride, key_cells)

@@ -40,6 +40,8 @@ from torchtitan.distributed.activation_checkpoint import (
 from torchtitan.models.common.attention import BaseAttention, VarlenAttention
 
 from titan_sparse.attention import patterns
+from titan_sparse.attention.backends import BACKENDS
+from titan_sparse.attention.context_parallel.schedules import SCHEDULES
 from titan_sparse.integrations.torchtitan.attention import (
     SPARSE,
     SparseAttention,
@@ -51,7 +53,7 @@ from titan_sparse.integrations.torchtitan.training import (
     MetricsWithAttention,
     SelectiveACWithAttention,
 )
-from titan_sparse.options.values import one_of
+from titan_sparse.options.values import Positive, check_value, one_of
 
 __all__ = ["dense", "log_attention", "moba", "save_attention", "vertical_slash", "xattention"]
 
@@ -96,6 +98,11 @@ def _sparse(
     chosen = pattern(**{key: value for key, value in options.items() if key in of_pattern})
     others = {key: value for key, value in options.items() if key in of_call}
     ours = SparseAttention.Config(pattern=chosen, window=own_window, **others)
+    one_of("backend", ours.backend, ["auto", *BACKENDS])
+    # torchtitan's mesh has one axis for context parallelism.
+    schedules = [name for name, schedule in SCHEDULES.items() if not schedule.needs_node_axis]
+    one_of("schedule", ours.schedule, ["auto", *schedules])
+    check_value("block_size", Positive, ours.block_size)
     chosen.check_block_size(ours.block_size)
     layout_of(ours.load_balancer)
     ours.sharding_config = keep_sharded(inner.sharding_config)
