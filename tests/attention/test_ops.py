@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -16,7 +17,7 @@ from tests.slice_cases import cut_square, random_legal
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges
-from titan_sparse.attention.masks.slices import Slices
+from titan_sparse.attention.masks.slices import Dilated, Slices, prefix_lm
 from titan_sparse.attention.patterns import MoBA, Pattern, VerticalSlash, XAttention
 
 BLOCK, SEQ_LEN, WIDTH = 16, 128, 32
@@ -99,6 +100,27 @@ def test_a_pattern_made_inside_of_a_compiled_function(kind, options):
     compiled = torch.compile(selecting, fullgraph=True, backend="aot_eager")
     found, wanted = compiled(0.6543, 3), selecting(0.6543, 3)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: DOCUMENTS[1] & Dilated(32, 2), lambda: prefix_lm(LENGTHS[1], [9, 0, 20]) & Causal()],
+    ids=["intersected", "made inside"],
+)
+def test_what_cannot_be_traced_is_refused(make):
+    """With what to write instead. Where the graph may break, it does."""
+    qkv = structured_qkv(1, 4, 2, SEQ_LEN, 8)
+
+    def attended(*qkv: Tensor) -> Tensor:
+        return attend(*qkv, make(), block_size=BLOCK)
+
+    with pytest.raises(Unsupported, match="torch.compile cannot trace .* outside of the compiled"):
+        torch.compile(attended, fullgraph=True, backend="eager")(*qkv)
+    wanted = attended(*qkv)
+    assert torch.equal(torch.compile(attended, backend="eager")(*qkv), wanted)
+    rows = make().rows(SEQ_LEN)
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(*qkv, rows, block_size=BLOCK), wanted)
 
 
 @pytest.mark.parametrize("schedule", ["all_gather", "ring", "ulysses"])

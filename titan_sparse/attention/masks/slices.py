@@ -22,6 +22,7 @@ from titan_sparse.attention.masks.ranges import (
     at_least_one,
     never_sees_later,
     ranges_of_slices,
+    refuse_tracing,
 )
 from titan_sparse.attention.masks.slice_geometry import check_disjoint, padded_table, tightened
 
@@ -99,6 +100,7 @@ class Slices(Mask):
 
     def _set(self, sequences: list[Tensor]) -> None:
         """sequences: int64 [N, 6] for each sequence."""
+        refuse_tracing("how slices are made")
         for slices in sequences:
             check_disjoint(slices)
         self.sequences = [tightened(slices) for slices in sequences]
