@@ -300,8 +300,14 @@ def _offsets_of_both(a: MaskRanges, b: MaskRanges) -> tuple[Tensor | None, int]:
     return None, 0
 
 
+UNTRACED = (
+    "torch.compile cannot trace sizes that depend on slices; write rows = mask.rows(seq_len, device) "
+    "outside of the compiled function, and give it rows"
+)
+
+
+@torch.compiler.disable(reason=UNTRACED)
 def _intersected_slices(a: MaskRanges, b: MaskRanges) -> MaskRanges:
-    refuse_tracing("an intersection with slices")
     batch = max(len(a.start), len(b.start))
     pairs = zip(_slices_of_sequences(a, batch), _slices_of_sequences(b, batch))
     # No pair is twice in either, so no pair is twice in both.
@@ -322,15 +328,6 @@ def _slices_of_sequences(ranges: MaskRanges, batch: int) -> list[Tensor]:
         sequences = [slices_of_ranges(*ends) for ends in zip(ranges.start, ranges.stop)]
     # One mask may be for all sequences of the batch.
     return sequences * batch if len(sequences) == 1 else sequences
-
-
-def refuse_tracing(what: str) -> None:
-    """Raises ValueError while torch.compile traces, which cannot follow sizes that depend on slices."""
-    if torch.compiler.is_compiling():
-        raise ValueError(
-            f"torch.compile cannot trace {what}; write rows = mask.rows(seq_len, device) outside of "
-            "the compiled function, and give it rows"
-        )
 
 
 def never_sees_later(sequences: list[Tensor]) -> bool:

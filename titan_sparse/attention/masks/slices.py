@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention.masks.ranges import (
+    UNTRACED,
     Mask,
     MaskRanges,
     at_least_one,
     never_sees_later,
     ranges_of_slices,
-    refuse_tracing,
 )
 from titan_sparse.attention.masks.slice_geometry import check_disjoint, padded_table, tightened
 
@@ -98,9 +98,9 @@ class Slices(Mask):
         mask._set(sequences)
         return mask
 
+    @torch.compiler.disable(reason=UNTRACED)
     def _set(self, sequences: list[Tensor]) -> None:
         """sequences: int64 [N, 6] for each sequence."""
-        refuse_tracing("how slices are made")
         for slices in sequences:
             check_disjoint(slices)
         self.sequences = [tightened(slices) for slices in sequences]

@@ -268,7 +268,9 @@ class Pattern(PatternOptions):
 
     def _register(self) -> None:
         """Give it its key: its class, and its options as a dictionary."""
-        options = dataclasses.asdict(self)  # type: ignore[call-overload]
+        # asdict() would copy them, which torch.compile cannot trace before torch 2.13.
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        options = {field.name: getattr(self, field.name) for field in fields}
         key = f"{_class_key(type(self))}:{options}"
         # The dataclass is frozen.
         object.__setattr__(self, "key", key)
