@@ -143,6 +143,7 @@ def forward(
     _forward_kernel[q_len // tile[0], heads, batch](
         rows_of(q), out if before is None else before, out, lse, operands,
         tiles.start, tiles.stop, q_len, heads, scale * LOG2_E,
-        BLOCK=tiles.block_size, PIECES=len(pieces), CONTINUE=before is not None, LOG2_E=LOG2_E, **launch,
+        BLOCK=tiles.block_size, PIECES=len(pieces), CONTINUE=before is not None, LOG2_E=LOG2_E,
+        **launch,
     )  # fmt: skip
     return out, lse

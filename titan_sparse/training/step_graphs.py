@@ -107,9 +107,9 @@ def refusal(
         f'attention.schedule = "{schedule}" plans each batch of documents on the host': (
             is_ring and attention.mask == "documents"
         ),
-        f'attention.schedule = "{schedule}" looks on the host what each batch sees within '
+        f'attention.schedule = "{schedule}" reads on the host what each batch sees within '
         "attention.sliding_window": is_ring and attention.sliding_window > 0,
-        f'attention.schedule = "{schedule}" looks on the host at the padding of each batch '
+        f'attention.schedule = "{schedule}" reads on the host the padding of each batch '
         f"(training.seq_len is no multiple of {padding_multiple(config)}, or data gives shorter "
         "sequences)": is_ring and has_padding,
         'attention.backend = "eager" reads its tables on the host': attention.backend == "eager",
