@@ -128,6 +128,20 @@ def test_lower_precision(dtype, sink_dtype, bound):
         assert relative_error(found[name], want) < bound, name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mask, pattern", COMBINATIONS)
+def test_autocast_changes_nothing(mask, pattern, dtype):
+    """Not the selection, the sums, or the gradients, also if the backward is inside of it."""
+    p = _problem(SHAPES[2], mask, pattern, sinks=True)
+    p = p._replace(inputs=[x.to(dtype) for x in p.inputs])
+    for recomputed in (0.5,) if mask == "causal" else (0, 1):
+        want = p.results(recomputed=recomputed)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert_equal(p.results(recomputed=recomputed), want, tolerance=0)
+            found = p.seen()
+        assert torch.equal(found, p.seen())
+
+
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_scale(pattern):
     p = _problem(SHAPES[2], "causal", pattern)
@@ -242,6 +256,7 @@ def _x(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         (_x(1, 1, 16, 8), _x(1, 1, 16, 8, dtype=torch.float64), _x(1, 1, 16, 8), "dtype"),
         (_x(1, 1, 16, 8), _x(1, 1, 16, 8), _x(1, 1, 16, 8, dtype=torch.bfloat16), "dtype"),
         (*[_x(1, 1, 16, 8, dtype=torch.int64)] * 3, "dtype"),
+        (*[_x(1, 1, 16, 8, dtype=torch.float8_e4m3fn)] * 3, "dtype, .*not torch.float8_e4m3fn"),
     ],
 )
 def test_tensors_that_do_not_fit(q, k, v, words):

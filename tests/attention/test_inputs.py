@@ -1,4 +1,4 @@
-"""What attend() is given: devices, forward-mode AD, and tensors of no elements."""
+"""What attend() is given: devices, forward-mode AD, second derivatives, and tensors of no elements."""
 
 import pytest
 import torch
@@ -137,6 +137,28 @@ def test_jvp_is_refused(compiled, fresh_compiler):
         tangent = torch.compile(tangent, backend="eager")
     with pytest.raises(ValueError, match="sinks has a tangent .*jvp"):
         tangent(_x(2))
+
+
+def test_vmap_is_refused():
+    x = _x(3, 1, 2, SEQ_LEN, 8).requires_grad_()
+    with pytest.raises(ValueError, match="q is inside of torch.vmap.* write .*batch of q"):
+        torch.vmap(attend)(x, x, x)
+    out = attend(x[0], x[1], x[2])
+    with pytest.raises(ValueError, match="d_out is inside of torch.vmap.* one after the other"):
+        torch.autograd.grad(out, x, _x(2, *out.shape), is_grads_batched=True)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
+def test_a_second_derivative_is_refused(number, pattern):
+    """By any input, the sinks among them."""
+    inputs = [_x(1, 2, SEQ_LEN, 8) for _ in range(3)] + [_x(2)]
+    inputs[number].requires_grad_()
+    *qkv, sinks = inputs
+    out = attend(*qkv, pattern=PATTERNS[pattern], block_size=BLOCK, sinks=sinks)
+    [first] = torch.autograd.grad(out.square().sum(), inputs[number], create_graph=True)
+    with pytest.raises(ValueError, match="no second derivative; write create_graph=False"):
+        first.sum().backward()
 
 
 # No elements
