@@ -204,7 +204,9 @@ of a compiled graph, which torch.compile knows as a tuple only without names."""
 def mask_tensors(ranges: MaskRanges) -> tuple[MaskFacts, list[Tensor]]:
     """The facts and the tensors of a mask, as ops get them."""
     tensors = ranges.tensors()
-    facts = (" ".join(tensors), ranges.plain, operator.index(ranges.window))
+    # torch.compile knows the branch, and not a comparison with a length that changes.
+    plain = True if ranges.plain else False
+    facts = (" ".join(tensors), plain, operator.index(ranges.window))
     return facts, list(tensors.values())
 
 
