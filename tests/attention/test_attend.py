@@ -1,6 +1,7 @@
 """attend() on one rank against dense masked attention in fp64, with and without learned sinks, and
 invariants of every selection."""
 
+import copy
 import gc
 import sys
 import weakref
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.attention.dense_twin import let_eager_serve_dense
 from tests.attention.problems import PATTERNS as ONE_OF_EACH
@@ -21,6 +23,7 @@ from tests.attention.problems import (
     problem,
     sink_logits,
 )
+from tests.fake_step import fake_world
 from tests.reference import dense_attention, gradients, relative_error
 from titan_sparse.attention import ContextParallel, attend, ops
 from titan_sparse.attention.backends import BACKENDS
@@ -330,6 +333,21 @@ def test_a_context_parallel_lives_until_the_backward():
     out.sum().backward()
     del out
     assert q.grad is not None and reference() is None
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_of_a_module_shares_its_context_parallel(copied, ranks):
+    """Such as an EMA of its weights, which outlives the module."""
+    with fake_world(ranks):
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
+        module = nn.Linear(8, 8)
+        module.cp = ContextParallel(mesh, block_size=16)
+        cp = copied(module.cp) if copied is copy.copy else copied(module).cp
+        del module
+        gc.collect()
+        q = _x(1, 2, 32, 8).requires_grad_()
+        attend(q, q, q, cp=cp).sum().backward()
 
 
 def test_a_key_without_its_object_is_refused():

@@ -4,8 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from tests.attention.problems import PATTERNS, combinations
+from tests.fake_step import fake_world
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.masks import Causal, Dilated, Documents, Full, SlidingWindow
 from titan_sparse.attention.observe import recording
@@ -98,6 +101,18 @@ def test_meta_tensors_give_meta_tensors(mask, pattern):
     shapes = [x.shape for x in aux.index.tensors()]
     assert [x.shape for x in index.tensors()] == shapes and index.verticals.is_meta
     assert out.shape == q.shape and aux.lse.shape == q.shape[:3]
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "sinks"])
+def test_a_dtensor_is_refused(name):
+    """As tensor parallelism leaves them with use_local_output=False."""
+    inputs = {key: _x(1, 2, SEQ_LEN, 8) for key in ("q", "k", "v")} | {"sinks": _x(2)}
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        inputs[name] = DTensor.from_local(inputs[name], mesh)
+        with pytest.raises(ValueError, match=f"{name} is a DTensor; write {name}.to_local()"):
+            attend(**inputs)
+        attend(**inputs | {name: inputs[name].to_local()})
 
 
 # Forward-mode AD

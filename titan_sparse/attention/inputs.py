@@ -12,6 +12,7 @@ from torch._C._functorch import (
     is_legacy_batchedtensor,
 )
 from torch.autograd.forward_ad import unpack_dual
+from torch.distributed.tensor import DTensor
 
 from titan_sparse.attention.context_parallel.group import ONE_RANK, ContextParallel
 from titan_sparse.attention.masks.ranges import Mask, MaskRanges, once_per_mask, rows_once
@@ -89,7 +90,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"q, k and v must be on one device, not {q.device}, {k.device}, {v.device}; "
             f'write k.to("{q.device}") and v.to("{q.device}")'
         )
-    check_transforms(q=q, k=k, v=v)
+    check_plain(q=q, k=k, v=v)
 
 
 def check_sinks(sinks: Tensor, q: Tensor) -> None:
@@ -107,7 +108,7 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
         raise ValueError(
             f'sinks is on {sinks.device}, q on {q.device}; write sinks.to("{q.device}")'
         )
-    check_transforms(sinks=sinks)
+    check_plain(sinks=sinks)
 
 
 def check_scale(scale: float) -> None:
@@ -117,9 +118,13 @@ def check_scale(scale: float) -> None:
         raise ValueError(f"scale={scale} is not a finite number above 0; write -q for another sign")
 
 
-def check_transforms(**tensors: Tensor) -> None:
-    """Raises ValueError under forward-mode AD, vmap, and other transforms of torch.func."""
+def check_plain(**tensors: Tensor) -> None:
+    """Raises ValueError for a DTensor, and under forward-mode AD, vmap, and other transforms of torch.func."""
     for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            raise ValueError(
+                f"{name} is a DTensor; write {name}.to_local(), with all tokens of this rank's heads"
+            )
         # Outside of forward-mode AD this compares one number.
         has_tangent = unpack_dual(tensor).tangent is not None
         # A tangent of an outer jvp shows only so. torch.compile cannot trace it, and has no need.

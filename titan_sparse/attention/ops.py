@@ -39,7 +39,7 @@ from titan_sparse.attention.context_parallel.schedules import Moves
 from titan_sparse.attention.inputs import (
     MaskFacts,
     Ranks,
-    check_transforms,
+    check_plain,
     constant,
     mask_of_tensors,
     mask_of_whole_blocks,
@@ -202,7 +202,7 @@ def _forward(
     sequence is given no sinks: they are added to the whole.
     """
     # A graph that torch.compile made without tangents may be called with them.
-    check_transforms(q=q, k=k, v=v)
+    check_plain(q=q, k=k, v=v)
     if q.numel() == 0:
         # No batch or no tokens: nothing to compute, and the verticals are never read.
         return _fake_forward(q, k, v, sinks, index, mask, call)
@@ -358,7 +358,7 @@ def _differentiate(ctx, d_out: Tensor | None, *_) -> tuple:
     no_mask = [None] * ctx.mask_count
     if d_out is None:
         return None, None, None, None, no_index, no_mask, None
-    check_transforms(d_out=d_out)
+    check_plain(d_out=d_out)
     q, k, v, sinks, out, lse, vertical_kv, *rest = ctx.saved_tensors
     index = rest[: ctx.index_count]
     mask = rest[ctx.index_count :]
