@@ -124,18 +124,28 @@ def test_what_cannot_be_traced_is_refused(make):
 
 
 @pytest.mark.parametrize("schedule", ["all_gather", "ring", "ulysses"])
-def test_ranks_compile_with_dynamic_shapes(schedule):
-    """Sizes of a ContextParallel are constants of the graph."""
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_ranks_compile_with_dynamic_shapes(schedule, pattern):
+    """Sizes of a ContextParallel are constants of the graph, in which only ops communicate and count."""
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
         cp = ContextParallel(mesh, "zigzag", schedule, BLOCK)
 
-        def attended(*qkv: Tensor) -> Tensor:
-            return attend(*qkv, DOCUMENTS[1], PATTERNS["vertical_slash"], cp)
+        def attended(*qkv: Tensor) -> tuple[Tensor, list[Tensor]]:
+            out, aux = attend(*qkv, DOCUMENTS[1], PATTERNS[pattern], cp, return_aux=True)
+            return out, [aux.lse, *aux.index.tensors()]
 
         compiled = torch.compile(attended, fullgraph=True, dynamic=True, backend="aot_eager")
         local = [cp.shard(x, 2) for x in structured_qkv(1, 4, 2, SEQ_LEN, 8)]
-        assert compiled(*local).shape == local[0].shape
+        sent = []
+        for function in (attended, compiled, compiled):
+            before = cp.sent.copy()
+            with torch._dynamo.config.patch(error_on_recompile=True):
+                out, of_heads = function(*local)
+            assert out.shape == local[0].shape
+            assert all(x.shape[:2] == (1, 4) for x in of_heads)
+            sent.append(cp.sent - before)
+        assert sent[0] == sent[1] == sent[2]
 
 
 WIDTHS = [(3, 128, 8), (3, 128, 16)]

@@ -160,6 +160,6 @@ def attend(
         return out
     if cp is not None and by_heads is not None:
         lse = ulysses.trade_heads(lse[..., None], ranges.table, cp)[..., 0].contiguous()
-        index = [by_heads.of_all_heads(x, 1) for x in index]
+        index = ulysses.index_of_all_heads(index, by_heads)
     batch, heads = out.shape[:2]
     return out, Auxiliary(lse, pattern.index(index, ranges, batch, heads, ranks.block_size))

@@ -123,6 +123,22 @@ def _differentiate(ctx, gradients: list[Tensor]) -> tuple:
 _trade.register_autograd(_differentiate, setup_context=_save)
 
 
+def index_of_all_heads(index: list[Tensor], by_heads: ContextParallel) -> list[Tensor]:
+    """The tensors of an index, [B, H / ranks, ...] each, of the heads of all ranks: [B, H, ...]."""
+    return [_of_all_heads(x, by_heads.key) for x in index]
+
+
+@torch.library.custom_op("titan_sparse::of_all_heads", mutates_args=())
+def _of_all_heads(x: Tensor, cp: str) -> Tensor:
+    return context_of(cp).of_all_heads(x, 1)
+
+
+@_of_all_heads.register_fake
+def _fake_of_all_heads(x, cp):
+    batch, heads, *others = x.shape
+    return x.new_empty(batch, heads * context_of(cp).whole.intra, *others)
+
+
 def _to_heads(cp: ContextParallel, tensors: Sequence[Tensor], table: Tensor | None) -> list[Tensor]:
     """[B, H, S_local, D] each -> [B, H / ranks, ranks * S_local, D], in one all-to-all."""
     ranks = cp.intra
