@@ -67,6 +67,17 @@ def test_a_mask_of_ours_in_a_model_with_one_kind_of_layers(name, mask):
     assert_close(*ours_and_eager(family(name), ours, added_to_scores(mask)))
 
 
+def test_bounds_of_documents_may_stand_beside_positions():
+    """As collators that pack add them, TRL's among them, for any attention."""
+    model = with_ours("llama")
+    inputs = {"input_ids": tokens(1, SEQ_LEN), "position_ids": positions(*LENGTHS)}
+    bounds = torch.tensor([0, 17, 47, 50], dtype=torch.int32)
+    assert_close([model(**inputs, cu_seq_lens_q=bounds).logits], [model(**inputs).logits])
+    for other in (torch.tensor([0, 18, 47, 50]), torch.tensor([0, 50])):
+        with pytest.raises(ValueError, match="position_ids say something else; leave it out"):
+            model(**inputs, cu_seq_lens_q=other)
+
+
 def test_chunks_are_written_as_a_mask_of_their_own():
     chunks = Documents([16, 1, 16, 14, 3])
     ours = {"full_attention": Documents(LENGTHS), "chunked_attention": chunks}

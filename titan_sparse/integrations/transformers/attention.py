@@ -23,6 +23,7 @@ from titan_sparse.integrations.transformers.masks import (
     AttentionSettings,
     LayerMask,
     MaskRule,
+    check_bounds,
     read_rule,
     settings_of,
 )
@@ -220,10 +221,13 @@ def attention_forward(
     if attention_mask is None and is_inside_alst():
         attention_mask = mask_inside_alst(module, kwargs.get("position_ids"), sliding_window, key)
     mask = checked_mask(module, attention_mask, query, key)
+    bounds = kwargs.get("cu_seq_lens_q")
     if isinstance(mask, Tensor):
+        if bounds is not None:
+            check_bounds(bounds, None)
         out = attention_beside_cache(module, query, key, value, mask, scaling, s_aux)
         return out, None
-    ranges = mask.ranges(kwargs.get("position_ids"), query, settings)
+    ranges = mask.ranges(kwargs.get("position_ids"), query, settings, bounds)
     check_mixing(module, ranges, settings.ranks)
     sees_far = not mask.rule.is_local and sliding_window is None
     # A static cache has free room after the prompt.

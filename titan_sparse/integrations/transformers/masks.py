@@ -183,15 +183,25 @@ class LayerMask(AttentionMask):
 
     @torch.compiler.disable
     def ranges(
-        self, position_ids: Tensor | None, q: Tensor, settings: AttentionSettings
+        self,
+        position_ids: Tensor | None,
+        q: Tensor,
+        settings: AttentionSettings,
+        bounds: Tensor | None = None,
     ) -> MaskRanges:
         """The mask of the whole sequence of which q [B, Hq, S_local, D] is this rank's share, as
-        ranges_of_tokens() reads position_ids [1 or B, S_local]."""
+        ranges_of_tokens() reads position_ids [1 or B, S_local].
+
+        bounds: int [documents + 1], FlashAttention's bounds of documents, which packing collators
+        add to position_ids. Raises ValueError where these say something else.
+        """
         # All layers of a forward share one tensor of positions, so that this is done once.
         if self._resolved is not None:
             known_positions, known_settings, ranges = self._resolved
             if known_positions is position_ids and known_settings is settings:
                 return ranges
+        if bounds is not None:
+            check_bounds(bounds, position_ids if self.own is None else None)
         if self.own is not None:
             ranges = self._own_ranges(self.own, q, settings.ranks)
         else:
@@ -216,6 +226,20 @@ class LayerMask(AttentionMask):
         window = SlidingWindow(self.rule.window).rows(ranges.start.shape[1], q.device)
         both = intersect(ranges, window)
         return both._replace(table=ranges.table, probe_seed=ranges.probe_seed)
+
+
+def check_bounds(bounds: Tensor, position_ids: Tensor | None) -> None:
+    """Raises ValueError unless these documents of FlashAttention, int [documents + 1], begin exactly
+    where position_ids [B, S] are 0. The host waits for the device."""
+    if position_ids is not None:
+        begins = (position_ids.flatten() == 0).nonzero()[:, 0].tolist()
+        if bounds[:-1].tolist() == begins:
+            return
+    raise ValueError(
+        "cu_seq_lens_q (documents of FlashAttention) is not computed, and position_ids say something "
+        "else; leave it out (return_flash_attn_kwargs=False), and write position_ids that begin at 0 "
+        "in each document"
+    )
 
 
 def as_layer_mask(mask: AttentionMask | Mask | MaskRanges, keys: int) -> LayerMask:

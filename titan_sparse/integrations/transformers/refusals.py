@@ -27,10 +27,6 @@ _REFUSED = {
     "sinks": f"sinks that depend on tokens, {_OTHERS}",
     "cache": 'paged caches, write attn_implementation="sdpa" for generate_batch()',
     "output_attentions": f"attention weights, write output_attentions=False, or {_OTHERS}",
-    "cu_seq_lens_q": (
-        "documents of FlashAttention, leave it out (return_flash_attn_kwargs=False) and "
-        "write position_ids that begin at 0 in each document"
-    ),
 }
 """Keywords of transformers' attention functions that we do not support: what they are, and what to
 write."""
