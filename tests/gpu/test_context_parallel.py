@@ -338,6 +338,10 @@ def test_training_on_several_is_training_on_one(tmp_path):
 
 TIMEOUT_SECONDS = 8
 HANGS = SHORT | {
+    "training.device": "cuda",
+    "training.dtype": "bfloat16",
+    "attention.pattern": "vertical_slash",
+    "attention.block_size": 128,
     "parallelism.cp": RANKS,
     "parallelism.timeout_seconds": TIMEOUT_SECONDS,
     "data.join_packages": "false",
@@ -346,23 +350,31 @@ HANGS = SHORT | {
 
 
 @pytest.mark.parametrize(
-    "fault, named",
+    "graphs, fault, named",
     [
         (
+            "auto",
             "import os, time; time.sleep(1); os._exit(1)",
             "has given no sign of life, last seen in step 3, at ",
         ),
         (
+            "auto",
+            "import time; time.sleep(1e6)",
+            "holds up the others in step 3, at <string>:1 in <module>",
+        ),
+        (
+            "off",
             "import time; time.sleep(1e6)",
             "holds up the others in step 3, at <string>:1 in <module>",
         ),
     ],
-    ids=["dies", "hangs"],
+    ids=["dies", "hangs", "hangs, no graphs"],
 )
-def test_a_rank_is_named_before_the_timeout(tmp_path, fault, named):
+def test_a_rank_is_named_before_the_timeout(tmp_path, graphs, fault, named):
+    """The others wait for it inside the replay of a graph, in step 3, or in a collective."""
     began = tmp_path / "began"
     faults = Faults(rank=1, code=f"open({str(began)!r}, 'w'); {fault}")
-    output = run_under_torchrun(tmp_path, RANKS, HANGS, faults)
+    output = run_under_torchrun(tmp_path, RANKS, HANGS | {"compile.cuda_graphs": graphs}, faults)
     assert began.exists(), output
     seconds = time.time() - began.stat().st_mtime
     assert re.search(rf"rank 1 \(host \S+, process \d+\) {named}", output), output
