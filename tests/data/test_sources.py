@@ -94,6 +94,8 @@ MESSAGES = [
         *(({"messages": messages}, message) for messages, message in MESSAGES),
         ({"messages": [HI, YES], "tools": {"a": 1}}, '"tools" is not a list of JSON schemas'),
         ({"messages": [HI, YES], "tools": [1]}, '"tools" is not a list of JSON schemas'),
+        ({"messages": [HI, YES], "system": "be kind"}, "not read; write it as the first message"),
+        ({"prompt": "x", "completion": "y", "system": "be kind"}, "write it as the first message"),
         ({"messages": [HI, YES], "functions": [{}]}, 'is not read; write "tools"'),
         (
             {"conversations": [{"from": "gpt", "value": "x"}], "image": "a.png"},

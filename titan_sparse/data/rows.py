@@ -193,12 +193,14 @@ FORMS = {
 
 _TRAIN = 'write "train": true or false'
 _TEXT_ALONE = "only text can be trained"
-NOT_READ = {
+_NOT_READ = {
     "functions": 'write "tools"',
     "chat_template_kwargs": "write data.chat_template_kwargs, which counts for all rows",
     **dict.fromkeys(("image", "images", "videos", "audios"), _TEXT_ALONE),
 }
 """Columns of chats that other trainers read, and what to write instead."""
+_SYSTEM = {"system": "write it as the first message"}
+"""The column that only FORMS have."""
 _NOT_READ_IN_MESSAGE = {
     "weight": _TRAIN,
     "loss": _TRAIN,
@@ -227,7 +229,7 @@ def columns_to_read(row_format: str, field: str, columns: Collection[str]) -> li
     """The columns of a table that its rows are made of. All others stay unread."""
     names = needed_columns(row_format, field)
     if row_format != "text":
-        names += ["tools", *NOT_READ]
+        names += ["tools", *_SYSTEM, *_NOT_READ]
     if row_format == "messages":
         names += [name for needed, others in FORMS.values() for name in [*needed, *others]]
     return [name for name in dict.fromkeys(names) if name in columns]
@@ -242,7 +244,6 @@ def sample_text(where: str, row: dict[str, Any], row_format: str, messages_field
 
     where: file and number of the row. row: its columns by name.
     """
-    _refuse_unread(row, "it", NOT_READ)
     form = chat_form(row_format, messages_field, _present(row))
     if form:
         read = {"ShareGPT": _sharegpt_messages, "Alpaca": _alpaca_messages}[form]
@@ -251,6 +252,7 @@ def sample_text(where: str, row: dict[str, Any], row_format: str, messages_field
     for name in needed:
         if row.get(name) is None:
             raise BadSample(no_column(name, row_format, _present(row)))
+    _refuse_unread(row, "it", _NOT_READ if form else _NOT_READ | _SYSTEM)
     sample: dict[str, Any] = {"where": where}
     kinds = {type(row[name]) for name in needed}
     if row_format == "messages":
