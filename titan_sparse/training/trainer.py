@@ -170,7 +170,12 @@ class Trainer:
         # What stops it, and how far it is.
         self.signals = StopSignals()
         self.scorer.must_stop = self._asked_to_stop
-        self.watch = Watch(parallelism.first_step_timeout_seconds, self.signals, self.start_folder)
+        self.watch = Watch(
+            parallelism.first_step_timeout_seconds,
+            self.signals,
+            self.start_folder,
+            self.graphs.is_running,
+        )
         # Seconds of the last step: a stop in the middle of a step estimates the rest with it.
         self.step_seconds = 0.0
         # The step whose state is on disk.
@@ -191,6 +196,7 @@ class Trainer:
             self._load()
             self.saved_step = began_after = self.progress.step
             stopped = self._run_steps()
+            self.graphs.free()
             self.checkpointer.close()
             if self.config.checkpoint.last_save_in_hf and not stopped:
                 # The other ranks wait for rank 0.
