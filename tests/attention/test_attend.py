@@ -1,6 +1,7 @@
 """attend() on one rank against dense masked attention in fp64, with and without learned sinks, and
 invariants of every selection."""
 
+import copy
 import gc
 import sys
 import weakref
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.attention.dense_twin import let_eager_serve_dense
 from tests.attention.problems import PATTERNS as ONE_OF_EACH
@@ -21,6 +23,7 @@ from tests.attention.problems import (
     problem,
     sink_logits,
 )
+from tests.fake_step import fake_world
 from tests.reference import dense_attention, gradients, relative_error
 from titan_sparse.attention import ContextParallel, attend, ops
 from titan_sparse.attention.backends import BACKENDS
@@ -126,6 +129,20 @@ def test_lower_precision(dtype, sink_dtype, bound):
     for name, want in low.wanted(low.seen()).items():
         assert found[name].dtype == {"lse": torch.float32, "dsinks": sink_dtype}.get(name, dtype)
         assert relative_error(found[name], want) < bound, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mask, pattern", COMBINATIONS)
+def test_autocast_changes_nothing(mask, pattern, dtype):
+    """Not the selection, the sums, or the gradients, also if the backward is inside of it."""
+    p = _problem(SHAPES[2], mask, pattern, sinks=True)
+    p = p._replace(inputs=[x.to(dtype) for x in p.inputs])
+    for recomputed in (0.5,) if mask == "causal" else (0, 1):
+        want = p.results(recomputed=recomputed)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert_equal(p.results(recomputed=recomputed), want, tolerance=0)
+            found = p.seen()
+        assert torch.equal(found, p.seen())
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -242,6 +259,7 @@ def _x(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         (_x(1, 1, 16, 8), _x(1, 1, 16, 8, dtype=torch.float64), _x(1, 1, 16, 8), "dtype"),
         (_x(1, 1, 16, 8), _x(1, 1, 16, 8), _x(1, 1, 16, 8, dtype=torch.bfloat16), "dtype"),
         (*[_x(1, 1, 16, 8, dtype=torch.int64)] * 3, "dtype"),
+        (*[_x(1, 1, 16, 8, dtype=torch.float8_e4m3fn)] * 3, "dtype, .*not torch.float8_e4m3fn"),
     ],
 )
 def test_tensors_that_do_not_fit(q, k, v, words):
@@ -315,6 +333,21 @@ def test_a_context_parallel_lives_until_the_backward():
     out.sum().backward()
     del out
     assert q.grad is not None and reference() is None
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_of_a_module_shares_its_context_parallel(copied, ranks):
+    """Such as an EMA of its weights, which outlives the module."""
+    with fake_world(ranks):
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
+        module = nn.Linear(8, 8)
+        module.cp = ContextParallel(mesh, block_size=16)
+        cp = copied(module.cp) if copied is copy.copy else copied(module).cp
+        del module
+        gc.collect()
+        q = _x(1, 2, 32, 8).requires_grad_()
+        attend(q, q, q, cp=cp).sum().backward()
 
 
 def test_a_key_without_its_object_is_refused():

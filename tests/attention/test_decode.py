@@ -62,6 +62,13 @@ def test_keys_in_parts_and_chunks(monkeypatch, dtype, tolerance):
     torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
 
 
+def test_autocast_changes_nothing():
+    q, cached = _inputs(torch.float32)
+    want = attend_cached(q, [cached], ONE_RANK)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert torch.equal(attend_cached(q, [cached], ONE_RANK), want)
+
+
 def test_nothing_is_seen():
     """The output is zero, as from attend(), and has no NaN."""
     q, cached = _inputs(torch.float32)

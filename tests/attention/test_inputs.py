@@ -1,11 +1,14 @@
-"""What attend() is given: devices, forward-mode AD, and tensors of no elements."""
+"""What attend() is given: devices, forward-mode AD, second derivatives, and tensors of no elements."""
 
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from tests.attention.problems import PATTERNS, combinations
+from tests.fake_step import fake_world
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.masks import Causal, Dilated, Documents, Full, SlidingWindow
 from titan_sparse.attention.observe import recording
@@ -100,6 +103,18 @@ def test_meta_tensors_give_meta_tensors(mask, pattern):
     assert out.shape == q.shape and aux.lse.shape == q.shape[:3]
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "sinks"])
+def test_a_dtensor_is_refused(name):
+    """As tensor parallelism leaves them with use_local_output=False."""
+    inputs = {key: _x(1, 2, SEQ_LEN, 8) for key in ("q", "k", "v")} | {"sinks": _x(2)}
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        inputs[name] = DTensor.from_local(inputs[name], mesh)
+        with pytest.raises(ValueError, match=f"{name} is a DTensor; write {name}.to_local()"):
+            attend(**inputs)
+        attend(**inputs | {name: inputs[name].to_local()})
+
+
 # Forward-mode AD
 
 
@@ -137,6 +152,28 @@ def test_jvp_is_refused(compiled, fresh_compiler):
         tangent = torch.compile(tangent, backend="eager")
     with pytest.raises(ValueError, match="sinks has a tangent .*jvp"):
         tangent(_x(2))
+
+
+def test_vmap_is_refused():
+    x = _x(3, 1, 2, SEQ_LEN, 8).requires_grad_()
+    with pytest.raises(ValueError, match="q is inside of torch.vmap.* write .*batch of q"):
+        torch.vmap(attend)(x, x, x)
+    out = attend(x[0], x[1], x[2])
+    with pytest.raises(ValueError, match="d_out is inside of torch.vmap.* one after the other"):
+        torch.autograd.grad(out, x, _x(2, *out.shape), is_grads_batched=True)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
+def test_a_second_derivative_is_refused(number, pattern):
+    """By any input, the sinks among them."""
+    inputs = [_x(1, 2, SEQ_LEN, 8) for _ in range(3)] + [_x(2)]
+    inputs[number].requires_grad_()
+    *qkv, sinks = inputs
+    out = attend(*qkv, pattern=PATTERNS[pattern], block_size=BLOCK, sinks=sinks)
+    [first] = torch.autograd.grad(out.square().sum(), inputs[number], create_graph=True)
+    with pytest.raises(ValueError, match="no second derivative; write create_graph=False"):
+        first.sum().backward()
 
 
 # No elements

@@ -16,7 +16,7 @@ from titan_sparse.attention import linear
 from titan_sparse.attention.context_parallel import ContextParallel
 from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.context_parallel.layouts import block_ids, take_blocks
-from titan_sparse.attention.context_parallel.linear_attention import Move
+from titan_sparse.attention.context_parallel.linear_attention import Move, entering_state
 from titan_sparse.attention.linear import gated_delta_net, split_documents
 
 transformers = pytest.importorskip("transformers")
@@ -158,6 +158,24 @@ def _ranks_agree() -> None:
     last[1, -1] = 1
     assert run(module, part(x, cp), part(last, cp), LENGTHS, cp)[1][1].abs().max() > 1e-3
     _moves_are_inverse(cp)
+    _autocast_rounds_no_state(cp)
+
+
+def _autocast_rounds_no_state(cp: ContextParallel) -> None:
+    """What passes from rank to rank stays in fp32, forward and backward."""
+    generator = torch.Generator().manual_seed(cp.rank)
+    leaving = torch.randn(2, 3, 4, 5 + 4, generator=generator).requires_grad_()
+    enters = torch.ones(cp.size, 2, dtype=torch.bool)
+
+    def results() -> tuple[Tensor, Tensor]:
+        state = entering_state(leaving, enters, cp)
+        [gradient] = torch.autograd.grad(state.square().sum(), leaving)
+        return state, gradient
+
+    wanted = results()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = results()
+    assert all(map(torch.equal, found, wanted))
 
 
 def _moves_are_inverse(cp: ContextParallel) -> None:

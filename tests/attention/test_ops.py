@@ -16,7 +16,7 @@ from tests.reference import by_token, structured_qkv
 from tests.slice_cases import cut_square, random_legal
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.context_parallel.group import one_rank
-from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges
+from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges, SlidingWindow
 from titan_sparse.attention.masks.slices import Dilated, Slices, prefix_lm
 from titan_sparse.attention.patterns import MoBA, Pattern, VerticalSlash, XAttention
 
@@ -175,6 +175,15 @@ def test_compiles_for_changing_shapes(pattern, shapes, graphs, dynamic):
             results.append([out.detach(), *gradients])
         torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
     assert len(calls_with_new_graphs) == graphs
+
+
+@pytest.mark.parametrize("mask", [Causal(valid=(100,)), SlidingWindow(100), Documents([100])])
+def test_masks_compile_for_changing_lengths(mask):
+    """Also one that is plain at some lengths: no padding is left at 100 tokens."""
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")
+    for seq_len in (128, 112, 100):
+        q = torch.randn(2, 2, seq_len, 8)
+        torch.testing.assert_close(compiled(q, q, q, mask), attend(q, q, q, mask))
 
 
 def _grouped(q: Tensor, k: Tensor, v: Tensor, ranges: MaskRanges, pattern: Pattern) -> Tensor:

@@ -198,6 +198,17 @@ def test_a_run_leaves_no_graph(tmp_path, monkeypatch):
     assert calls == ["waited", "reset"] and not trainer.graphs.graphs
 
 
+def test_a_gpu_that_has_failed_does_not_end_the_watch():
+    def failing() -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    graphs = StepGraphs(torch.nn.Linear(2, 1), one_rank(64), "off")
+    assert not graphs.is_running()
+    for query, wanted in ((lambda: False, True), (lambda: True, False), (failing, False)):
+        graphs.replayed = SimpleNamespace(query=query)
+        assert graphs.is_running() == wanted
+
+
 def test_other_warnings_pass_while_waits_are_collected(monkeypatch):
     modes = []
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)

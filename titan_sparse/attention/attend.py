@@ -28,7 +28,7 @@ class Auxiliary(NamedTuple):
     """The second result of attend() with return_aux=True.
 
     lse: natural-log normalizer [B, Hq, S_local], fp32 (fp64 for fp64); it counts the sinks, if there
-    are any. index: what was selected.
+    are any, and has no gradient. index: what was selected.
     """
 
     lse: Tensor
@@ -104,8 +104,8 @@ def attend(
     Returns out, shaped and typed like q; with return_aux also Auxiliary(lse, index). Rows that see
     nothing, such as padding, have out 0, lse -inf (with sinks: the sink) and zero gradients. No
     batch or no tokens give an empty out and empty gradients; `meta` tensors give `meta` tensors.
-    Raises ValueError for shapes, dtypes, devices or options that do not fit together, and under
-    forward-mode AD (torch.func.jvp), which attention does not have.
+    Raises ValueError for shapes, dtypes, devices or options that do not fit together, for a DTensor,
+    and under forward-mode AD, torch.func, and vmap; its backward does for a second derivative.
     """
     if torch.compiler.is_compiling():
         switch_wrong_fusions_off()

@@ -87,12 +87,12 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float)
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a [B, H, M, K] @ b [B, H, K, N], summed and returned in fp32 (fp64 for fp64)."""
+    """a [B, H, M, K] @ b [B, H, K, N], summed and returned in fp32 (fp64 for fp64), also under
+    torch.autocast."""
     dtype = accumulation_dtype(a.dtype)
-    if a.dtype == dtype:
-        return a @ b
-    if a.is_cuda:
-        # Sums that are not rounded to 16 bits, without copies of a and b in fp32.
-        product = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=dtype)
-        return product.unflatten(0, a.shape[:2])
-    return a.to(dtype) @ b.to(dtype)
+    with torch.autocast(a.device.type, enabled=False):
+        if a.is_cuda and a.dtype != dtype:
+            # Sums that are not rounded to 16 bits, without copies of a and b in fp32.
+            product = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=dtype)
+            return product.unflatten(0, a.shape[:2])
+        return a.to(dtype) @ b.to(dtype)

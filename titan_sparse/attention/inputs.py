@@ -6,13 +6,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_gradtrackingtensor
+from torch._C._functorch import (
+    is_batchedtensor,
+    is_gradtrackingtensor,
+    is_legacy_batchedtensor,
+)
 from torch.autograd.forward_ad import unpack_dual
+from torch.distributed.tensor import DTensor
 
 from titan_sparse.attention.context_parallel.group import ONE_RANK, ContextParallel
 from titan_sparse.attention.masks.ranges import Mask, MaskRanges, once_per_mask, rows_once
 
 DEFAULT_BLOCK_SIZE = 128
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def constant(x: float) -> float:
@@ -74,17 +80,17 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     same_length_and_dim = q.shape[2:] == k.shape[2:]
     if not same_batch or not same_length_and_dim or q.shape[1] % k.shape[1]:
         raise ValueError(f"Hq must be a multiple of Hkv and B, S, D be equal: {_shapes(q, k, v)}")
-    same_dtype = q.dtype == k.dtype == v.dtype
-    if not same_dtype or not q.is_floating_point():
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES:
         raise ValueError(
-            f"q, k and v must share one floating dtype, not {q.dtype}, {k.dtype}, {v.dtype}"
+            "q, k and v must share one dtype, bfloat16, float16, float32 or float64, "
+            f"not {q.dtype}, {k.dtype}, {v.dtype}"
         )
     if not q.device == k.device == v.device:
         raise ValueError(
             f"q, k and v must be on one device, not {q.device}, {k.device}, {v.device}; "
             f'write k.to("{q.device}") and v.to("{q.device}")'
         )
-    check_tangents(q=q, k=k, v=v)
+    check_plain(q=q, k=k, v=v)
 
 
 def check_sinks(sinks: Tensor, q: Tensor) -> None:
@@ -102,7 +108,7 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
         raise ValueError(
             f'sinks is on {sinks.device}, q on {q.device}; write sinks.to("{q.device}")'
         )
-    check_tangents(sinks=sinks)
+    check_plain(sinks=sinks)
 
 
 def check_scale(scale: float) -> None:
@@ -112,14 +118,23 @@ def check_scale(scale: float) -> None:
         raise ValueError(f"scale={scale} is not a finite number above 0; write -q for another sign")
 
 
-def check_tangents(**tensors: Tensor) -> None:
-    """Raises ValueError under forward-mode AD and transforms of torch.func."""
+def check_plain(**tensors: Tensor) -> None:
+    """Raises ValueError for a DTensor, and under forward-mode AD, vmap, and other transforms of torch.func."""
     for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            raise ValueError(
+                f"{name} is a DTensor; write {name}.to_local(), with all tokens of this rank's heads"
+            )
         # Outside of forward-mode AD this compares one number.
         has_tangent = unpack_dual(tensor).tangent is not None
         # A tangent of an outer jvp shows only so. torch.compile cannot trace it, and has no need.
         if not torch.compiler.is_compiling():
             has_tangent = has_tangent or is_gradtrackingtensor(tensor)
+            if is_batchedtensor(tensor) or is_legacy_batchedtensor(tensor):
+                raise ValueError(
+                    f"{name} is inside of torch.vmap, which attend() does not have; write what is mapped "
+                    "as the batch of q, k and v, and derivatives one after the other"
+                )
         if has_tangent:
             raise ValueError(
                 f"{name} has a tangent of forward-mode AD or is inside of torch.func (jvp, grad); "
@@ -194,7 +209,9 @@ of a compiled graph, which torch.compile knows as a tuple only without names."""
 def mask_tensors(ranges: MaskRanges) -> tuple[MaskFacts, list[Tensor]]:
     """The facts and the tensors of a mask, as ops get them."""
     tensors = ranges.tensors()
-    facts = (" ".join(tensors), ranges.plain, operator.index(ranges.window))
+    # torch.compile knows the branch, and not a comparison with a length that changes.
+    plain = True if ranges.plain else False
+    facts = (" ".join(tensors), plain, operator.index(ranges.window))
     return facts, list(tensors.values())
 
 

@@ -18,7 +18,10 @@ they are returned and kept for the backward, count them (kernels/sinks.py). Sche
 observers know nothing of sinks.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +39,7 @@ from titan_sparse.attention.context_parallel.schedules import Moves
 from titan_sparse.attention.inputs import (
     MaskFacts,
     Ranks,
-    check_tangents,
+    check_plain,
     constant,
     mask_of_tensors,
     mask_of_whole_blocks,
@@ -151,6 +154,18 @@ def bind(key: str, q: Tensor, index: list[Tensor], mask: list[Tensor]) -> Attent
     )
 
 
+def _outside_autocast(op: Callable) -> Callable:
+    """The op, of which the first argument is a tensor, outside of torch.autocast, which would round the
+    factors of its products to 16 bits, also of sums in fp32 and in a backward."""
+
+    @functools.wraps(op)
+    def run(tensor: Tensor, *others: Any) -> Any:
+        with torch.autocast(tensor.device.type, enabled=False):
+            return op(tensor, *others)
+
+    return run
+
+
 @torch.library.custom_op("titan_sparse::select", mutates_args=())
 def _select(q: Tensor, k: Tensor, mask: list[Tensor], call: str) -> list[Tensor]:
     """The tensors of a dynamic pattern's index. No gradient. Collective over the ranks."""
@@ -171,6 +186,7 @@ def _fake_select(q: Tensor, k: Tensor, mask: list[Tensor], call: str) -> list[Te
     return options.pattern.empty_tensors(q, seq_len, block_size, "document_start" in names)
 
 
+@_outside_autocast
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -186,7 +202,7 @@ def _forward(
     sequence is given no sinks: they are added to the whole.
     """
     # A graph that torch.compile made without tangents may be called with them.
-    check_tangents(q=q, k=k, v=v)
+    check_plain(q=q, k=k, v=v)
     if q.numel() == 0:
         # No batch or no tokens: nothing to compute, and the verticals are never read.
         return _fake_forward(q, k, v, sinks, index, mask, call)
@@ -245,6 +261,7 @@ def _fake_forward(q, k, v, sinks, index, mask, call) -> tuple[Tensor, Tensor, Te
 
 
 @torch.library.custom_op("titan_sparse::attend_backward", mutates_args=())
+@_outside_autocast
 def _backward(
     d_out: Tensor,
     q: Tensor,
@@ -283,12 +300,26 @@ def _fake_backward(d_out, q, k, v, results, index, mask, call):
     return tuple(_laid_out_like(x, x.new_empty(x.shape)) for x in (q, k, v))
 
 
+def _refuse_second_derivatives(ctx, *gradients: Any) -> None:
+    raise ValueError(
+        "attend() has no second derivative; write create_graph=False, or take another attention for "
+        "what is differentiated twice"
+    )
+
+
+_backward.register_autograd(_refuse_second_derivatives)
+
+
 @torch.library.custom_op("titan_sparse::attend_sinks_backward", mutates_args=())
+@_outside_autocast
 def _sinks_backward(d_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """The gradient of the sinks [Hq], over this rank's rows; out and lse as the forward gave them."""
     if out.is_cuda and lse.dtype == torch.float32:
         return sinks_gradient(d_out, out, lse, sinks)
     return sinks_gradient_naive(d_out, out, lse, sinks)
+
+
+_sinks_backward.register_autograd(_refuse_second_derivatives)
 
 
 @_sinks_backward.register_fake
@@ -327,6 +358,7 @@ def _differentiate(ctx, d_out: Tensor | None, *_) -> tuple:
     no_mask = [None] * ctx.mask_count
     if d_out is None:
         return None, None, None, None, no_index, no_mask, None
+    check_plain(d_out=d_out)
     q, k, v, sinks, out, lse, vertical_kv, *rest = ctx.saved_tensors
     index = rest[: ctx.index_count]
     mask = rest[ctx.index_count :]
@@ -407,6 +439,7 @@ def _boundary(recomputed: float, q: Tensor, ranges: MaskRanges, ranks: Ranks) ->
 
 
 @torch.library.custom_op("titan_sparse::attend_join", mutates_args=())
+@_outside_autocast
 def _join(
     q: Tensor,
     k: Tensor,

@@ -224,10 +224,12 @@ class StepGraphs:
         return computed
 
     def is_running(self) -> bool:
-        """Whether the GPU has not ended the newest replay, which waits for other ranks inside. Any
+        """True while the GPU is inside the newest replay, which waits for other ranks there. Any
         thread may ask."""
-        replayed = self.replayed
-        return replayed is not None and not replayed.query()
+        try:
+            return self.replayed is not None and not self.replayed.query()
+        except RuntimeError:  # the GPU has failed, which the main thread says
+            return False
 
     def free(self) -> None:
         """Free the graphs. NCCL ends a process group only when no graph holds its collectives."""

@@ -67,6 +67,13 @@ def test_a_mask_of_ours_in_a_model_with_one_kind_of_layers(name, mask):
     assert_close(*ours_and_eager(family(name), ours, added_to_scores(mask)))
 
 
+def test_chunks_are_written_as_a_mask_of_their_own():
+    chunks = Documents([16, 1, 16, 14, 3])
+    ours = {"full_attention": Documents(LENGTHS), "chunked_attention": chunks}
+    eager = {kind: added_to_scores(mask) for kind, mask in ours.items()}
+    assert_close(*ours_and_eager(family("llama4"), ours, eager))
+
+
 @pytest.mark.parametrize("mask", OWN_MASKS, ids=["ranges", "slices", "window"])
 @pytest.mark.parametrize("resolved", [False, True])
 def test_layers_with_a_window_see_what_mask_and_window_allow(mask, resolved):

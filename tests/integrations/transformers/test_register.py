@@ -23,7 +23,7 @@ from tests.integrations.transformers.families import (
 )
 from tests.models.transformers_models import tiny_model
 from titan_sparse import recording
-from titan_sparse.attention.masks import Full, documents
+from titan_sparse.attention.masks import Causal, Full, documents
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.integrations.transformers import (
     AttentionMask,
@@ -139,6 +139,8 @@ REFUSED = [
     (partial(run, "llama", position_bias=torch.zeros(1)), "position_bias"),
     (partial(run, "llama", alibi=torch.zeros(1)), "alibi"),
     (partial(run, "llama", {"attention_dropout": 0.1}), "write config.attention_dropout = 0"),
+    (partial(run_other, "GPT2Config"), "write config.attn_pdrop = 0 before you make the model"),
+    (partial(run, "llama4", attention_mask=AttentionMask(Causal())), "not know of chunks; write"),
     (partial(run, "llama", {"is_causal": False}), "bidirectional"),
     (partial(run_other, "Gemma2Config"), "softcap"),
     (partial(run_other, "DeepseekV3Config", **LATENT), "MLA"),

@@ -152,6 +152,13 @@ class ContextParallel(Communicator):
                 "same on all of them (attention.balance_costs: the same file on all nodes)"
             )
 
+    def __copy__(self) -> "ContextParallel":
+        """Itself: it stands for processes, and copies of a module share them (an EMA of its weights)."""
+        return self
+
+    def __deepcopy__(self, memo: dict) -> "ContextParallel":
+        return self
+
     # Layout
 
     def block_table(self, seq_len: int, device: torch.device = torch.device("cpu")) -> Tensor:

@@ -107,6 +107,8 @@ def entering_state(leaving: Tensor, enters: Tensor, comm: Communicator) -> Tenso
 
 
 class _EnteringState(torch.autograd.Function):
+    """Outside of torch.autocast, which would round states to 16 bits between ranks."""
+
     @staticmethod
     def forward(ctx: Any, leaving: Tensor, enters: Tensor, comm: Communicator) -> Tensor:
         # [ranks, B, H, K, V + K]
@@ -116,9 +118,10 @@ class _EnteringState(torch.autograd.Function):
         factor = enters[..., None, None, None].to(leaving.dtype)
         state = torch.zeros_like(local[0])
         states = [state]
-        for rank in range(comm.size - 1):
-            state = (transition[rank] @ state + local[rank]) * factor[rank + 1]
-            states.append(state)
+        with torch.autocast(leaving.device.type, enabled=False):
+            for rank in range(comm.size - 1):
+                state = (transition[rank] @ state + local[rank]) * factor[rank + 1]
+                states.append(state)
         ctx.comm = comm
         ctx.save_for_backward(transition, factor, states[comm.rank])
         return states[comm.rank]
@@ -130,7 +133,9 @@ class _EnteringState(torch.autograd.Function):
         of_ranks = ctx.comm.all_gather(gradient.contiguous())
         # Of the state that leaves this rank.
         d_leaving = torch.zeros_like(gradient)
-        for rank in range(ctx.comm.size - 1, ctx.comm.rank, -1):
-            whole = of_ranks[rank] + transition[rank].mT @ d_leaving
-            d_leaving = whole * factor[rank]
-        return torch.cat([d_leaving, d_leaving @ state.mT], dim=-1), None, None
+        with torch.autocast(gradient.device.type, enabled=False):
+            for rank in range(ctx.comm.size - 1, ctx.comm.rank, -1):
+                whole = of_ranks[rank] + transition[rank].mT @ d_leaving
+                d_leaving = whole * factor[rank]
+            d_transition = d_leaving @ state.mT
+        return torch.cat([d_leaving, d_transition], dim=-1), None, None

@@ -334,7 +334,8 @@ class Pattern(PatternOptions):
             return [torch.zeros_like(tensor) for tensor in empty]
         sent_before = cp.sent["collectives"]
         whole_q, whole_k = (whole_blocks(x, 2, size) for x in (q, k))
-        with torch.no_grad():
+        # Autocast would select by products of 16 bits.
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             tensors = self.select_tensors(whole_q, whole_k, ranges, cp, scale)
         if recorder.listening and (observer := recorder.observer()):
             observer.selection(cp.sent["collectives"] - sent_before)

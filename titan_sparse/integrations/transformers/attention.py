@@ -216,7 +216,7 @@ def attention_forward(
     """
     if torch.compiler.is_compiling():
         switch_wrong_fusions_off()
-    check_arguments(query, key, value, kwargs)
+    check_arguments(module, query, key, value, kwargs)
     if attention_mask is None and is_inside_alst():
         attention_mask = mask_inside_alst(module, kwargs.get("position_ids"), sliding_window, key)
     mask = checked_mask(module, attention_mask, query, key)

@@ -8,7 +8,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -133,6 +133,12 @@ def _read(function: Callable, found: dict[str, Any]) -> bool:
     return False
 
 
+_CHUNKS = (
+    "AttentionMask does not know of chunks; write "
+    'attention_mask={"full_attention": mask, "chunked_attention": its chunks}'
+)
+
+
 class AttentionMask:
     """A mask of ours, for `attention_mask=` of any model: AttentionMask(Documents([300, 700])).
 
@@ -151,6 +157,10 @@ class AttentionMask:
     def contiguous(self) -> "AttentionMask":
         """Itself: generate() with a static cache calls it."""
         return self
+
+    def cumsum(self, dim: int = -1) -> NoReturn:
+        """Raises ValueError: transformers counts padding where a layer has chunks (Llama 4)."""
+        raise ValueError(_CHUNKS)
 
 
 @dataclass(eq=False)
@@ -196,10 +206,7 @@ class LayerMask(AttentionMask):
     def _own_ranges(self, own: Mask | MaskRanges, q: Tensor, ranks: int) -> MaskRanges:
         """The user's mask without what the layer's window hides."""
         if self.rule.chunk is not None:
-            raise ValueError(
-                "AttentionMask does not know of chunks; write "
-                'attention_mask={"full_attention": mask, "chunked_attention": its chunks}'
-            )
+            raise ValueError(_CHUNKS)
         if isinstance(own, MaskRanges):
             ranges = MaskRanges._make(x.to(q.device) if isinstance(x, Tensor) else x for x in own)
         else:

@@ -1,5 +1,6 @@
 """Refusals, by name and before anything is computed, of what attend() does not compute."""
 
+import re
 import sys
 from typing import Any
 
@@ -119,10 +120,13 @@ def check_mixing(module: nn.Module, ranges: MaskRanges, ranks: int) -> None:
         )
 
 
-def check_arguments(query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
+def check_arguments(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]
+) -> None:
     """Raises ValueError for tensors and keywords that attend() does not compute.
 
-    query: [B, Hq, Sq, D]. key, value: [B, Hkv, Skv, D]. kwargs: what transformers adds.
+    module: attention. query: [B, Hq, Sq, D]. key, value: [B, Hkv, Skv, D]. kwargs: what transformers
+    adds.
     """
     for name, reason in _REFUSED.items():
         if kwargs.get(name) is not None and kwargs[name] is not False:
@@ -132,13 +136,23 @@ def check_arguments(query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str,
     dropout = kwargs.get("dropout", 0.0)
     if dropout > 0:
         raise ValueError(
-            f"attention dropout of {dropout} is not computed; write config.attention_dropout = 0"
+            f"attention dropout of {dropout} is not computed; write "
+            f"config.{_dropout_key(module, dropout)} = 0 before you make the model"
         )
     if value.shape[-1] != key.shape[-1] or query.shape[-1] != key.shape[-1]:
         raise ValueError(
             f"values of {value.shape[-1]} and keys of {key.shape[-1]} dimensions (latent "
             'attention, MLA) are not computed; write attn_implementation="sdpa"'
         )
+
+
+def _dropout_key(module: nn.Module, rate: float) -> str:
+    """The key of the model's configuration that has the rate of attention's dropout."""
+    config = getattr(module, "config", None)
+    options = {} if config is None else config.to_dict()
+    # "attention_dropout", "attention_probs_dropout_prob", or "attn_pdrop".
+    found = (key for key in options if re.search("att.*drop", key) and options[key] == rate)
+    return next(found, "attention_dropout")
 
 
 def checked_mask(module: nn.Module, mask: object, query: Tensor, key: Tensor) -> LayerMask | Tensor:
