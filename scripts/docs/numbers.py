@@ -182,6 +182,23 @@ def ulysses() -> list[str]:
     return lines(" | ".join(["tokens per GPU", "heads", *names]), rows)
 
 
+def ulysses_steps() -> list[str]:
+    """Milliseconds (and GiB) of a sparse step over two GPUs by schedule."""
+    cases: dict[tuple[str, str], dict[str, str]] = {}
+    for file, key in (
+        ("context_parallel_ulysses_2xh100", "steps"),
+        ("trainers_graphs_2xh200", "schedules"),
+    ):
+        gpu = result(file)["gpu"].split()[3]
+        for ran in result(file)[key]:
+            case = (f"{ran['shape'].upper()}, {gpu}", f"{ran['tokens_per_gpu']:,}")
+            cell = f"{ran['step_ms']:,.0f} ({ran['peak_gib']:.1f})"
+            cases.setdefault(case, {})[ran["schedule"]] = cell
+    schedules = ("all_gather", "ring", "ulysses")
+    rows = [[*case, *(cells[name] for name in schedules)] for case, cells in cases.items()]
+    return lines(" | ".join(["model", "tokens per GPU", *schedules]), rows)
+
+
 # Training steps -----------------------------------------------------------------------------------
 
 
@@ -228,11 +245,15 @@ def step_graphs() -> list[str]:
     """Seconds of a step with CUDA graphs, and without them in parentheses."""
     arms = ("torchtitan", "ours, dense", "ours, vertical_slash")
     cases: dict[tuple, dict[str, str]] = {}
-    for ran in result("trainers_graphs_2xh100")["rows"]:
-        case = (ran["shape"].upper(), str(ran["gpus"]), f"{ran['tokens']:,}")
-        cases.setdefault(case, {})[ran["arm"]] = f"{ran['step_ms'] / 1e3:.3f}"
+    for file in ("trainers_graphs_2xh100", "trainers_graphs_2xh200"):
+        gpu = result(file)["gpu"].split()[3]
+        for ran in result(file)["rows"]:
+            case = (f"{ran['shape'].upper()}, {gpu}", str(ran["gpus"]), f"{ran['tokens']:,}")
+            cases.setdefault(case, {})[ran["arm"]] = f"{ran['step_ms'] / 1e3:.3f}"
     rows = []
     for case, cells in cases.items():
+        if "ours, dense" not in cells:
+            continue
         without = [cells.get(f"{arm}, no graphs") for arm in arms]
         row = [cells.get(arm, "") + (f" ({off})" if off else "") for arm, off in zip(arms, without)]
         rows.append([*case, *row])
@@ -358,6 +379,7 @@ TABLES = {
         steps,
         trainers,
         step_graphs,
+        ulysses_steps,
         huggingface_steps,
         hybrid,
         equal_time,

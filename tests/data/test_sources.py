@@ -68,13 +68,17 @@ MESSAGES = [
     ([{"from": ["gpt"], "value": "x"}, YES], 'messages[0] has "from": ["gpt"]; write one of human'),
     ([HI, {"from": "function_call", "value": "f()"}], "messages[1]: a string that is not JSON"),
     ([HI, {"from": "function_call", "value": "[1]"}], "a tool call without the name of a function"),
-    ([HI, {"from": "gpt", "value": "x", "weight": 0}], 'has a "weight", which is not read'),
+    ([HI, {"from": "gpt", "value": "x", "weight": 0}], 'has "weight", which is not read'),
     ([{**HI, "role": "human"}, YES], 'has the role "human"; write one of system'),
     ([HI, {"role": "assistant"}], "messages[1] has no content"),
     ([{**HI, "content": [{"type": "image"}]}, YES], "content that is not text"),
     ([{**HI, "content": 7}, YES], "content that is not text"),
     ([HI, {**YES, "train": 0}], '"train": 0; write true or false'),
-    ([HI, {**YES, "weight": 0}], 'has a "weight", which is not read'),
+    ([HI, {**YES, "weight": 0}], 'has "weight", which is not read; write "train"'),
+    ([HI, {**YES, "loss": False}], 'has "loss", which is not read; write "train"'),
+    ([HI, {**YES, "function_call": {"name": "f"}}], 'is not read; write "tool_calls"'),
+    ([{**HI, "images": ["a.png"]}, YES], "is not read; only text can be trained"),
+    ([{**HI, "content": [{"type": "image", "text": "a cat"}]}, YES], "content that is not text"),
     ([HI, {**YES, "tool_calls": {}}], '"tool_calls" that are not a list'),
     (with_call({}), "call without the name of a function"),
     (with_call({"function": 1}), "call without the name of a function"),
@@ -90,6 +94,17 @@ MESSAGES = [
         *(({"messages": messages}, message) for messages, message in MESSAGES),
         ({"messages": [HI, YES], "tools": {"a": 1}}, '"tools" is not a list of JSON schemas'),
         ({"messages": [HI, YES], "tools": [1]}, '"tools" is not a list of JSON schemas'),
+        ({"messages": [HI, YES], "system": "be kind"}, "not read; write it as the first message"),
+        ({"prompt": "x", "completion": "y", "system": "be kind"}, "write it as the first message"),
+        ({"messages": [HI, YES], "functions": [{}]}, 'is not read; write "tools"'),
+        (
+            {"conversations": [{"from": "gpt", "value": "x"}], "image": "a.png"},
+            'it has "image", which is not read; only text can be trained',
+        ),
+        (
+            {"prompt": [HI], "completion": [YES], "chat_template_kwargs": {"thinks": False}},
+            "is not read; write data.chat_template_kwargs",
+        ),
         (
             {"prompt": "x"},
             '"completion" is missing (columns: prompt); data.format = "prompt_completion" needs it',
@@ -103,6 +118,20 @@ def test_a_row_that_is_no_chat_is_refused(row, message):
     with pytest.raises(ValueError) as caught:
         read(row, "prompt_completion" if "prompt" in row else "messages")
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+def test_what_would_change_a_chat_is_not_left_out(tmp_path, ending):
+    """Also in tables, of which only some columns are read. Empty values say nothing."""
+    empty = {"images": [], "chat_template_kwargs": None}
+    path = tmp_path / f"chats{ending}"
+    write_rows(path, [{"messages": [HI, YES], **empty}, {"messages": [HI, YES], **empty}])
+    data = Data(source=str(path), format="messages")
+    assert len(open_source(data)) == 2
+    kwargs = {"chat_template_kwargs": {"enable_thinking": False}}
+    write_rows(path, [{"messages": [HI, YES], **empty}, {"messages": [HI, YES], **kwargs}])
+    with pytest.raises(ValueError, match="row 2: it has .chat_template_kwargs., which is not read"):
+        open_source(data)
 
 
 CALLS = '{"name": "add", "arguments": {"a": 1}}'

@@ -226,27 +226,32 @@ def test_another_mixture_is_another_stream(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "message", "better"),
     [
         (
             {"source": ["a", "bb", ""], "min_document_length": 3},
-            r"data.min_document_length = 3 \(the longest has 3 tokens\); write smaller",
+            r"length = 3 \(the longest has 3 tokens\); write data.min_document_length = 2 or less$",
+            {"min_document_length": 2},
         ),
-        ({"source": [""]}, "the longest has 1 tokens"),
-        ({"source": []}, "the longest has 0 tokens"),
+        ({"source": [""]}, r"1 tokens\); name documents that have text$", {"source": ["a"]}),
+        ({"source": []}, r"0 tokens\); name documents that have text$", {"source": ["a"]}),
         (
             {"source": ["a" * 90], "sequences": "fixed", "seq_len": 92},
-            r'"fixed": .*training.seq_len = 92 .*\(the longest has 91 tokens\)',
+            r'"fixed": .* write training.seq_len = 91 or less \(or data.sequences = "packed"\)$',
+            {"seq_len": 91},
         ),
-        ({"source": ["a" * 9], "sequences": "fixed", "min_document_length": 10}, "length = 10"),
+        (
+            {"source": ["a" * 9], "sequences": "fixed", "min_document_length": 10},
+            r"write data.min_document_length = 9 or less and training.seq_len = 10 or less",
+            {"min_document_length": 9, "seq_len": 10},
+        ),
     ],
 )
-def test_a_source_without_a_sequence_is_refused_when_opened(options, message, caplog):
+def test_a_source_without_a_sequence_is_refused_when_opened(options, message, better, caplog):
     with caplog.at_level(logging.INFO), pytest.raises(ValueError, match=message):
         make_loader(**options)
     assert not caplog.messages
-    if "= 3" in message:
-        next(make_loader(options["source"], min_document_length=2))
+    next(make_loader(**options | better))
 
 
 def test_what_prepared_tokens_cannot_do_is_refused(tmp_path):

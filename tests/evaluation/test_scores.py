@@ -1,9 +1,11 @@
 """Loss by position, needles, and generated text are those of a plain forward on any mesh."""
 
 import itertools
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -251,6 +253,12 @@ def _uneven(scorer: Scorer, documents: Documents) -> None:
     first, second, *_ = got["buckets"]
     assert got["tokens"] == 29 and first["loss"] == pytest.approx(got["loss"])
     assert second == {"start": 38, "stop": 75, "tokens": 0, "loss": None, "perplexity": None}
+    # A number that is none has no perplexity, and a huge one an infinite one.
+    for loss in (math.nan, 1e6):
+        scored = torch.tensor([loss]), torch.tensor([0])
+        with mock.patch.object(scorer, "token_losses", return_value=scored):
+            got = position_loss(scorer, found, LENGTH, BUCKETS)
+        assert repr(got["perplexity"]) == ("nan" if math.isnan(loss) else "inf")
 
 
 def _forced(scorer: Scorer) -> None:

@@ -62,7 +62,8 @@ def test_demo(tmp_path):
     words += ["--training.seq_len", 8192]
     words += ["--metrics.recall_every", 10]
     words += ["--training.output_dir", tmp_path]
-    result = subprocess.run(torchrun(gpus, *words), cwd=ROOT, capture_output=True, text=True)
+    command = torchrun(gpus, *words)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert result.returncode == 0, result.stdout + result.stderr
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["loss"] < lines[0]["loss"] and 0 < lines[-1]["mfu"] < 1

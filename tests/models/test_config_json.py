@@ -378,3 +378,13 @@ def test_indices_that_are_missing_or_broken(tmp_path, text, message):
         (tmp_path / "model.safetensors.index.json").write_text(text)
     with refused("model.initial_hf: .*" + message):
         check_weights(str(tmp_path), read_config(str(tmp_path)))
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_adapters_are_not_left_out(tmp_path, beside):
+    """transformers would read the base that they name, and add them."""
+    if beside:
+        save_model(tmp_path, "qwen2")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with refused("model.initial_hf = .*holds adapters, .*export_hf --merge"):
+        resolve(flavour="debug", initial_hf=str(tmp_path))

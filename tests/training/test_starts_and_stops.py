@@ -332,6 +332,31 @@ def test_a_step_is_left_out_and_a_resume_loses_nothing(texts):
     assert _losses(stopped) == _losses(whole)
 
 
+@on_ranks(2)
+def test_a_signal_does_not_wait_for_the_end_of_a_validation(texts):
+    """Launchers kill what needs longer, and all steps since the last save would be lost."""
+    config = _config(texts, "validates")
+    config.parallelism.cp = 1
+    for name, value in {"enable": True, "every": 2, "windows": 5, "at_start": False}.items():
+        setattr(config.validation, name, value)
+    trainer = Trainer(config)
+    token_losses, seen = trainer.scorer.token_losses, []
+
+    def noted(*args):
+        seen.append(trainer.progress.step)
+        # Of three windows for each rank.
+        if len(seen) == 2 and dist.get_rank() == 1:
+            trainer.signals.ask()
+        return token_losses(*args)
+
+    trainer.scorer.token_losses = noted
+    trainer.train()
+    dist.barrier()
+    assert seen == [2, 2]
+    assert [path.name for path in (texts / "validates/checkpoint").glob("step-*")] == ["step-2"]
+    assert not (texts / "validates/validation.jsonl").exists()
+
+
 def _timeouts() -> dict[str, float]:
     """Seconds, by group."""
     timeouts = {}

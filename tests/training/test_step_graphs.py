@@ -2,6 +2,7 @@
 
 import warnings
 from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -179,6 +180,33 @@ def test_a_step_without_a_graph_adds_to_no_gradient_of_a_graph():
         graphs(compute, batch, None, adds)
         graphs.clear_gradients()
         assert model.weight.grad.tolist() == [[wanted, wanted]]
+
+
+def test_a_run_leaves_no_graph(tmp_path, monkeypatch):
+    """NCCL cannot end a process group whose collectives a graph holds."""
+    calls, load = [], Trainer._load
+    graph = SimpleNamespace(reset=lambda: calls.append("reset"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("waited"))
+
+    def planted(self: Trainer) -> None:
+        load(self)
+        self.graphs.graphs["of another shape"] = SimpleNamespace(graph=graph)
+
+    monkeypatch.setattr(Trainer, "_load", planted)
+    write_texts(tmp_path / "texts")
+    trainer = train(tiny_config(tmp_path, "run", training__steps=1))
+    assert calls == ["waited", "reset"] and not trainer.graphs.graphs
+
+
+def test_a_gpu_that_has_failed_does_not_end_the_watch():
+    def failing() -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    graphs = StepGraphs(torch.nn.Linear(2, 1), one_rank(64), "off")
+    assert not graphs.is_running()
+    for query, wanted in ((lambda: False, True), (lambda: True, False), (failing, False)):
+        graphs.replayed = SimpleNamespace(query=query)
+        assert graphs.is_running() == wanted
 
 
 def test_other_warnings_pass_while_waits_are_collected(monkeypatch):

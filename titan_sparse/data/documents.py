@@ -38,7 +38,7 @@ from titan_sparse.options.values import show
 
 logger = logging.getLogger("titan_sparse")
 
-READER = 4
+READER = 5
 """Version of the rules that turn a source into rows and tokens: rows.py, chats.py, recipe.py, and
 tokenizer.py. It is in the name of the cache of rows and in the plan.json of prepare_data. Increase it
 when the same source would give other rows or tokens: then a cache is read anew, and a folder that is

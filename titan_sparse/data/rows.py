@@ -191,6 +191,25 @@ FORMS = {
 }
 """The columns that rows of a form must have, and those that they may have, next to "tools"."""
 
+_TRAIN = 'write "train": true or false'
+_TEXT_ALONE = "only text can be trained"
+_NOT_READ = {
+    "functions": 'write "tools"',
+    "chat_template_kwargs": "write data.chat_template_kwargs, which counts for all rows",
+    **dict.fromkeys(("image", "images", "videos", "audios"), _TEXT_ALONE),
+}
+"""Columns of chats that other trainers read, and what to write instead."""
+_SYSTEM = {"system": "write it as the first message"}
+"""The column that only FORMS have."""
+_NOT_READ_IN_MESSAGE = {
+    "weight": _TRAIN,
+    "loss": _TRAIN,
+    "function_call": 'write "tool_calls"',
+    **dict.fromkeys(("images", "videos", "audios"), _TEXT_ALONE),
+}
+_KINDS_OF_TEXT = (None, "text", "input_text", "output_text")
+"""The "type" of a part of a content that is text."""
+
 
 def needed_columns(row_format: str, field: str) -> list[str]:
     """The columns that rows of data.format must have. field: the one of the text or messages."""
@@ -208,7 +227,9 @@ def chat_form(row_format: str, field: str, columns: Collection[str]) -> str:
 
 def columns_to_read(row_format: str, field: str, columns: Collection[str]) -> list[str]:
     """The columns of a table that its rows are made of. All others stay unread."""
-    names = [*needed_columns(row_format, field), "tools"]
+    names = needed_columns(row_format, field)
+    if row_format != "text":
+        names += ["tools", *_SYSTEM, *_NOT_READ]
     if row_format == "messages":
         names += [name for needed, others in FORMS.values() for name in [*needed, *others]]
     return [name for name in dict.fromkeys(names) if name in columns]
@@ -231,6 +252,7 @@ def sample_text(where: str, row: dict[str, Any], row_format: str, messages_field
     for name in needed:
         if row.get(name) is None:
             raise BadSample(no_column(name, row_format, _present(row)))
+    _refuse_unread(row, "it", _NOT_READ if form else _NOT_READ | _SYSTEM)
     sample: dict[str, Any] = {"where": where}
     kinds = {type(row[name]) for name in needed}
     if row_format == "messages":
@@ -247,6 +269,14 @@ def sample_text(where: str, row: dict[str, Any], row_format: str, messages_field
     if tools:
         sample["tools"] = tools
     return _whole_characters(json.dumps(sample, ensure_ascii=False))
+
+
+def _refuse_unread(values: dict[str, Any], name: str, not_read: dict[str, str]) -> None:
+    """Raises BadSample if a row or message, called `name`, has what would change the chat and is not
+    read. Tables and files hold empty values where a row has none."""
+    for key, instead in not_read.items():
+        if values.get(key) not in (None, "", [], {}):
+            raise BadSample(f'{name} has "{key}", which is not read; {instead}')
 
 
 def no_column(name: str, row_format: str, columns: Iterable[str]) -> str:
@@ -352,8 +382,7 @@ def _message(message: Any, name: str) -> Message:
         raise BadSample(f"{name} has the role {json.dumps(role)}; write one of {', '.join(ROLES)}")
     if type(message.get("train", True)) is not bool:
         raise BadSample(f'{name} has "train": {json.dumps(message["train"])}; write true or false')
-    if "weight" in message:
-        raise BadSample(f'{name} has a "weight", which is not read; write "train": true or false')
+    _refuse_unread(message, name, _NOT_READ_IN_MESSAGE)
     if "content" in message:
         message["content"] = _content(message["content"], name)
     if "tool_calls" in message:
@@ -374,7 +403,8 @@ def _content(content: Any, name: str) -> str:
         return content
     texts = []
     for part in content if isinstance(content, list) else [None]:
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+        is_text = isinstance(part, dict) and part.get("type") in _KINDS_OF_TEXT
+        if not is_text or not isinstance(part.get("text"), str):
             raise BadSample(f"{name} has content that is not text; write a string")
         texts.append(part["text"])
     return "".join(texts)

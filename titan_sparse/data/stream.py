@@ -173,11 +173,19 @@ class Stream(ABC):
 
     def _no_document(self, longest: int) -> ValueError:
         """`longest`: tokens of the longest document, its end-of-document token included."""
+        kind = self.data.sequences
+        smaller = []
+        if longest <= self.data.min_document_length:
+            smaller.append(f"data.min_document_length = {longest - 1} or less")
+        if kind == "fixed" and longest < self.seq_len:
+            smaller.append(f'training.seq_len = {longest} or less (or data.sequences = "packed")')
+        advice = "write " + " and ".join(smaller)
+        if longest < 2:
+            advice = "name documents that have text"
         return ValueError(
-            f'data.sequences = "{self.data.sequences}": no document of data.source is long enough for '
+            f'data.sequences = "{kind}": no document of data.source is long enough for '
             f"training.seq_len = {self.seq_len} and data.min_document_length = "
-            f"{self.data.min_document_length} (the longest has {longest} tokens); write smaller ones, "
-            'or data.sequences = "packed"'
+            f"{self.data.min_document_length} (the longest has {longest} tokens); {advice}"
         )
 
 

@@ -113,5 +113,5 @@ def _mean(total: float, count: float) -> dict[str, float | int | None]:
         return {"tokens": 0, "loss": None, "perplexity": None}
     loss = total / count
     # exp(710) is beyond what a float holds.
-    perplexity = math.exp(loss) if loss < 700 else math.inf
+    perplexity = math.inf if loss > 700 else math.exp(loss)
     return {"tokens": int(count), "loss": loss, "perplexity": perplexity}

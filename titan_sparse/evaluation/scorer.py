@@ -48,6 +48,10 @@ class ScoredBatch(NamedTuple):
     masks: Any
 
 
+class Interrupted(Exception):
+    """An evaluation ends without a result, because the process is asked to stop."""
+
+
 @dataclass(eq=False)
 class Scorer:
     """Runs sequences of one document through `model`, with the attention of `config`.
@@ -68,6 +72,8 @@ class Scorer:
     """shard(x, dim, table): this rank's part"""
     dp_rank: int
     dp_size: int
+    must_stop: Callable[[], bool] = lambda: False
+    """asked before each forward, on all ranks with the same answer"""
 
     def __post_init__(self) -> None:
         self.attention = self.config.attention
@@ -173,7 +179,10 @@ class Scorer:
 
     @torch.no_grad()
     def run(self, batch: ScoredBatch, loss: Callable[..., Any]) -> Any:
-        """The result of `loss`, a function of titan_sparse.loss, for a batch."""
+        """The result of `loss`, a function of titan_sparse.loss, for a batch. Raises Interrupted."""
+        if self.must_stop():
+            self.release()
+            raise Interrupted
         chunk_tokens = self.config.training.loss_chunk_tokens
         # Without a seed in the masks, probes use fixed rows: results do not depend on the step.
         return self.model(

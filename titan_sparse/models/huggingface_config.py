@@ -308,9 +308,15 @@ def family_of(config: DecoderConfig) -> str:
 
 
 def read_json(folder: str) -> dict[str, Any]:
-    """The content of `folder`/config.json. Raises ValueError, one line, if it is not a JSON
-    object."""
+    """The content of `folder`/config.json. Raises ValueError, one line, if it is not a JSON object, or
+    the folder is one of adapters."""
     path = Path(folder).expanduser() / "config.json"
+    # Next to whole weights, transformers would add them to these.
+    if path.with_name("adapter_config.json").is_file():
+        raise ValueError(
+            f"model.initial_hf = {json.dumps(folder)} holds adapters, which are not read; write a folder "
+            "with the whole model, as titan-sparse export_hf --merge or PEFT's merge_and_unload() give it"
+        )
     try:
         values = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:

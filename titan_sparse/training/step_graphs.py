@@ -183,6 +183,8 @@ class StepGraphs:
         self.setting = setting
         self.graphs: dict[Hashable, _Graph] = {}
         self.runs: Counter[Hashable] = Counter()
+        # Where the newest replay ends.
+        self.replayed: torch.cuda.Event | None = None
 
     def __call__(
         self, compute: Compute, batch: MicroBatch, records: tuple[int, int] | None, adds: bool
@@ -194,12 +196,15 @@ class StepGraphs:
         """
         tensors, shape = flattened(batch)
         key = (shape, records, adds)
-        if key in self.graphs:
-            return self.graphs[key].replay(tensors)
         is_known = self.runs[shape] >= _RUNS_BEFORE and self.runs[key] > 0
-        if self.setting != "off" and is_known and len(self.graphs) < _MOST_GRAPHS:
+        has_room = self.setting != "off" and len(self.graphs) < _MOST_GRAPHS
+        if key not in self.graphs and is_known and has_room:
             self.graphs[key] = self._capture(compute, batch, records, adds)
-            return self.graphs[key].replay(tensors)
+        if key in self.graphs:
+            computed = self.graphs[key].replay(tensors)
+            self.replayed = torch.cuda.Event()
+            self.replayed.record()
+            return computed
         if self.graphs and not adds:
             self._zero_gradients()
         if self.setting == "off":
@@ -217,6 +222,22 @@ class StepGraphs:
             logger.warning("no more steps become CUDA graphs, since %s", reason)
             self.setting = "off"
         return computed
+
+    def is_running(self) -> bool:
+        """True while the GPU is inside the newest replay, which waits for other ranks there. Any
+        thread may ask."""
+        try:
+            return self.replayed is not None and not self.replayed.query()
+        except RuntimeError:  # the GPU has failed, which the main thread says
+            return False
+
+    def free(self) -> None:
+        """Free the graphs. NCCL ends a process group only when no graph holds its collectives."""
+        if self.graphs:
+            torch.cuda.synchronize()
+        for captured in self.graphs.values():
+            captured.graph.reset()
+        self.graphs.clear()
 
     def clear_gradients(self) -> None:
         """After an update. A graph's gradients keep their memory, and each step overwrites them."""

@@ -20,6 +20,7 @@ from titan_sparse.config import Config, changes, save, to_toml
 from titan_sparse.config.sources import tokenizer_name
 from titan_sparse.data import Batch
 from titan_sparse.estimate.constants import costs_of_run
+from titan_sparse.evaluation.scorer import Interrupted
 from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.loss import count_valid
 from titan_sparse.models.flavours import resolve
@@ -168,7 +169,13 @@ class Trainer:
 
         # What stops it, and how far it is.
         self.signals = StopSignals()
-        self.watch = Watch(parallelism.first_step_timeout_seconds, self.signals, self.start_folder)
+        self.scorer.must_stop = self._asked_to_stop
+        self.watch = Watch(
+            parallelism.first_step_timeout_seconds,
+            self.signals,
+            self.start_folder,
+            self.graphs.is_running,
+        )
         # Seconds of the last step: a stop in the middle of a step estimates the rest with it.
         self.step_seconds = 0.0
         # The step whose state is on disk.
@@ -189,6 +196,7 @@ class Trainer:
             self._load()
             self.saved_step = began_after = self.progress.step
             stopped = self._run_steps()
+            self.graphs.free()
             self.checkpointer.close()
             if self.config.checkpoint.last_save_in_hf and not stopped:
                 # The other ranks wait for rank 0.
@@ -237,7 +245,7 @@ class Trainer:
                     step_done(self.progress.step)
         finally:
             gc.enable()
-        return stopped or self._any_rank(self.signals.asked)
+        return stopped or self._asked_to_stop()
 
     def step(self) -> bool:
         """One optimizer step. Returns whether it was left out, as a rank was asked to stop."""
@@ -317,6 +325,9 @@ class Trainer:
             save_seconds = grace / 2
         needed = (accumulated - done) * seconds + save_seconds
         return self._any_rank(not self.signals.has_time_for(needed, grace))
+
+    def _asked_to_stop(self) -> bool:
+        return self._any_rank(self.signals.asked)
 
     def _any_rank(self, condition: bool) -> bool:
         ranks = torch.tensor([int(condition)])
@@ -398,8 +409,7 @@ class Trainer:
         problem = self.recovery.problem(is_due or self.save_is_late, is_last)
         decision = decide(
             save_is_due=is_due or self.save_is_late,
-            validation_is_due=self.validation.is_due(step)
-            and not self._any_rank(self.signals.asked),
+            validation_is_due=self.validation.is_due(step) and not self._asked_to_stop(),
             is_last=is_last,
             stopped=stopped,
             has_problem=problem != "",
@@ -431,8 +441,13 @@ class Trainer:
             gc.collect(1)
 
     def _validate(self) -> None:
-        with without_dropout(self.model):
-            self.validation.run(self.scorer, self.progress.step, self.metrics)
+        step = self.progress.step
+        try:
+            with without_dropout(self.model):
+                self.validation.run(self.scorer, step, self.metrics)
+        except Interrupted:
+            # It may take longer than the grace after a signal, in which the state has to be saved.
+            logger.info("the validation after step %d is left out", step)
         self.metrics.start_interval()
 
     def _use_long_timeout(self) -> None:

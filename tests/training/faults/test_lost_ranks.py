@@ -101,6 +101,28 @@ def test_a_collective_that_times_out_silently_ends_all():
 
 
 @on_ranks(3)
+def test_a_rank_that_holds_up_cuda_graphs_is_named_and_all_end():
+    """Ranks 0 and 2 wait for their GPUs inside a replay, in code that does not look like waiting. No
+    rank has begun more collectives than another."""
+    ended: list[int] = []
+
+    def note_end(watch: Watch, why: str) -> None:
+        ended.append(watch.rank)
+        watch.left = True
+
+    Watch._end = note_end
+    lines, rank = _note_lines(), dist.get_rank()
+    with Watch(timeout_seconds=1.5, replays=lambda: rank != 1):
+        time.sleep(4)
+    assert ended == [rank]
+    everything: list[list[str]] = [[], [], []]
+    dist.all_gather_object(everything, lines)
+    stuck = [line for line in sum(everything, []) if line.startswith("nothing has moved")]
+    assert len(stuck) == 1 and re.search(r"rank 1 .* holds up the others", stuck[0]), stuck
+    assert "rank 0" not in stuck[0] and "rank 2" not in stuck[0], stuck
+
+
+@on_ranks(3)
 def test_nobody_is_accused_without_reason():
     """A rank is late, but within the limit. A second watch does not read the keys of the first."""
     lines = _note_lines()

@@ -134,7 +134,8 @@ class MoBAIndex(BlockIndex):
         # [parts, S + 1]: tokens of each part in front of each position.
         owned = torch.zeros(len(parts), self.seq_len + 1, dtype=torch.int32, device=device)
         for part_owned, part in zip(owned, parts):
-            part_owned[token_positions(part, self.block_size) + 1] = 1
+            # Not by assignment: the host would wait while the number is copied to the GPU.
+            part_owned.index_fill_(0, token_positions(part, self.block_size) + 1, 1)
         owned_before = owned.cumsum(1, dtype=torch.int32)
 
         total = torch.zeros(batch, heads, len(parts), dtype=torch.float64, device=device)

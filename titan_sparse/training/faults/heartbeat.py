@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -62,18 +62,24 @@ class Watch:
 
     timeout_seconds: the time after which collectives fail; update it when that changes. step: the
     main thread sets it. signals: a rank that is asked to stop while another rank is dead ends within
-    seconds. folder: where all ranks write their stacks when nothing moves; None: nowhere.
+    seconds. folder: where all ranks write their stacks when nothing moves; None: nowhere. replays:
+    whether this rank's GPU is inside a CUDA graph, whose collectives torch neither counts nor times.
 
     If another rank has failed and this one is stuck, it ends with status 1. Raises OtherRankFailed,
     in place of what failed inside `with`, where that only follows from another rank's failure.
     """
 
     def __init__(
-        self, timeout_seconds: float, signals: StopSignals | None = None, folder: Path | None = None
+        self,
+        timeout_seconds: float,
+        signals: StopSignals | None = None,
+        folder: Path | None = None,
+        replays: Callable[[], bool] = lambda: False,
     ):
         self.timeout_seconds = timeout_seconds
         self.signals = signals or StopSignals()
         self.folder = folder
+        self.replays = replays
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.beat = self.step = 0
@@ -148,7 +154,7 @@ class Watch:
                 "beat": self.beat,
                 "step": self.step,
                 "place": place,
-                "waits": waits,
+                "waits": waits or self.replays(),
                 "host": socket.gethostname(),
                 "machine": machine(),
                 "process": os.getpid(),
