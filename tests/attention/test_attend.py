@@ -350,6 +350,24 @@ def test_a_copy_of_a_module_shares_its_context_parallel(copied, ranks):
         attend(q, q, q, cp=cp).sum().backward()
 
 
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_default_device_of_torch_changes_nothing(mask):
+    """What is not on the device of q, such as a mask, is on the CPU."""
+    q, k, v = (torch.randn(2, heads, 192, 8).requires_grad_() for heads in (4, 2, 2))
+
+    def call() -> list[Tensor]:
+        # A copy remembers no rows.
+        pattern = PATTERNS["dense" if mask == "full" or "slices" in mask else "vertical_slash"]
+        out = attend(q, k, v, mask=copy.deepcopy(MASKS[mask]), pattern=pattern, block_size=16)
+        return [out, *torch.autograd.grad(out.sum(), (q, k, v))]
+
+    wanted = call()
+    with torch.device("meta"):
+        got = call()
+        prefix_lm([60, 50], [9, 20])
+    assert all(torch.equal(one, other) for one, other in zip(wanted, got, strict=True))
+
+
 def test_a_key_without_its_object_is_refused():
     with pytest.raises(RuntimeError, match="is gone: keep the ContextParallel"):
         ops.lookup("attend nothing")

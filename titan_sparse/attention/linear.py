@@ -34,7 +34,7 @@ class Bounds:
     def __init__(self, lengths: list[int], device: torch.device):
         self.lengths = lengths
         # [documents + 1]: where each begins, and where the last one ends.
-        self.on_cpu = torch.tensor([0, *itertools.accumulate(lengths)])
+        self.on_cpu = torch.tensor([0, *itertools.accumulate(lengths)], device="cpu")
         self.on_device = self.on_cpu.to(device)
 
 
@@ -68,7 +68,7 @@ def split_documents(
     with_halo: list[int] = []
     last: list[int] = []
     continued: list[int] = []
-    enters = torch.zeros(cp.size, len(lengths), dtype=torch.bool)
+    enters = torch.zeros(cp.size, len(lengths), dtype=torch.bool, device="cpu")
     for row, of_row in enumerate(lengths):
         # The begin of each document, and that of the padding.
         begins = sorted({0, *itertools.accumulate(of_row)})

@@ -380,8 +380,8 @@ def count_visits(index: BlockIndex, ranges: MaskRanges, table: Tensor) -> Visits
     batch, heads = index.verticals.shape[:2]
     size = index.block_size
     # By kind (full, partial, pairs), as the fields of Visits.
-    counts = torch.zeros(3, ranks, ranks, dtype=torch.int64)
-    verticals = torch.zeros(ranks, dtype=torch.int64)
+    counts = torch.zeros(3, ranks, ranks, dtype=torch.int64, device="cpu")
+    verticals = torch.zeros(ranks, dtype=torch.int64, device="cpu")
     at_once = max(1, _ELEMENTS // (batch * heads * len(k_blocks)))
     for rank, rank_blocks in enumerate(table):
         for q_blocks in rank_blocks.split(at_once):

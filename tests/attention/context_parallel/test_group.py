@@ -17,13 +17,13 @@ from tests.attention.context_parallel.against_one import (
     mesh_of,
 )
 from tests.attention.problems import PATTERNS, SEQ_LEN, problem
-from tests.distributed import run_processes
+from tests.distributed import on_ranks, run_processes
 from tests.fake_step import fake_world
 from tests.reference import structured_qkv
 from tests.slice_cases import NAMES, mask_and_truth
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.context_parallel.layouts import ALL_LAYOUTS
-from titan_sparse.attention.masks.ranges import Causal, SlidingWindow
+from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 
@@ -145,3 +145,25 @@ def test_refusals():
             attend(*structured_qkv(1, 1, 1, 24, 8), cp=cp)
         with pytest.raises(ValueError, match="multiple of 32"):
             cp.shard(torch.zeros(40), 0)
+
+
+@on_ranks(2)
+def test_the_default_device_of_torch_changes_nothing():
+    """Layouts, routes, and plans are on the CPU."""
+    mesh = mesh_of((2,))
+    for schedule, layout, pattern in itertools.product(
+        ("all_gather", "ring", "group_cast", "ulysses"), ALL_LAYOUTS, SOME
+    ):
+        found = []
+        for device in ("cpu", "meta"):
+            q, k, v = (
+                torch.ones(1, heads, SEQ_LEN // 2, 8).requires_grad_() for heads in (4, 2, 2)
+            )
+            with torch.device(device):
+                cp = ContextParallel(mesh, layout=layout, schedule=schedule, block_size=16)
+                mask = Documents([[100, 7, 60]]).rows(SEQ_LEN)
+                mask = cp.balance(mask) if layout == "balanced" else mask
+                out = attend(q, k, v, mask=mask, pattern=pattern, cp=cp)
+                found.append([out, *torch.autograd.grad(out.sum(), (q, k, v))])
+        pairs = zip(*found, strict=True)
+        assert all(torch.equal(*pair) for pair in pairs), (schedule, layout, pattern)

@@ -71,7 +71,7 @@ def plan(
     stage_of = assign_stages(wanted, stages)  # [to node, from node, by rank, n]
     owned = table.reshape(inter, intra, n).transpose(0, 1)  # [by rank, from node, n]
     other_node = ~torch.eye(inter, dtype=torch.bool)[..., None]
-    own_rows = torch.arange(n)
+    own_rows = torch.arange(n, device="cpu")
     # [from node, n]: where in its memory this rank has the blocks of the ranks with its local
     # number. Its own are there from the beginning, the others once they have come.
     rows = own_rows.repeat(inter, 1)
@@ -86,7 +86,7 @@ def plan(
         # What arrives lies behind all that is in memory so far.
         first_relayed = memory
         memory += int(arriving.sum())
-        rows[arriving] = torch.arange(first_relayed, memory)
+        rows[arriving] = torch.arange(first_relayed, memory, device="cpu")
         outer = None
         if crossing.any():
             outer = _exchange(outgoing, arriving, own_rows, device)
@@ -158,7 +158,7 @@ def assign_stages(wanted: Tensor, stages: int) -> Tensor:
     """
     # [to node, from node, by rank, n]
     by_node = wanted.any(1)
-    node = torch.arange(len(wanted))
+    node = torch.arange(len(wanted), device="cpu")
     # Where a block stands among those that its owner gives: from 0 to 1 in its own node, from 1 to
     # 2 in others, so that those come later.
     given = by_node.sum(-1, keepdim=True)

@@ -24,7 +24,7 @@ def contiguous(cp: int, blocks: int) -> Tensor:
         [[0, 1, 2, 3],
          [4, 5, 6, 7]]
     """
-    return torch.arange(blocks).view(cp, -1)
+    return torch.arange(blocks, device="cpu").view(cp, -1)
 
 
 def zigzag(cp: int, blocks: int) -> Tensor:
@@ -37,7 +37,7 @@ def zigzag(cp: int, blocks: int) -> Tensor:
          [2, 3, 4, 5]]
     """
     # [2 cp, blocks in a run]
-    runs = torch.arange(blocks).view(2 * cp, -1)
+    runs = torch.arange(blocks, device="cpu").view(2 * cp, -1)
     early = runs[:cp]
     late = runs.flip(0)[:cp]
     return torch.cat([early, late], dim=1)
@@ -53,7 +53,7 @@ def striped(cp: int, blocks: int) -> Tensor:
          [1, 3, 5, 7]]
     """
     # [blocks / cp, cp]: each row holds one block of every rank
-    return torch.arange(blocks).view(-1, cp).t().contiguous()
+    return torch.arange(blocks, device="cpu").view(-1, cp).t().contiguous()
 
 
 LAYOUTS = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
@@ -222,7 +222,7 @@ def cut_into_chunks(ranges: MaskRanges, ranks: int, block_size: int, costs: Cost
 
 
 def _tiles_of_ranges(ranges: MaskRanges, size: int, costs: Costs) -> _MaskTiles:
-    positions = torch.arange(ranges.start.shape[1])
+    positions = torch.arange(ranges.start.shape[1], device="cpu")
     # [Bm, blocks] each
     reach = block_reach(ranges, positions, size)
     sees_any = reach.first < reach.last
@@ -232,8 +232,8 @@ def _tiles_of_ranges(ranges: MaskRanges, size: int, costs: Costs) -> _MaskTiles:
     whole = (reach.all_last // size - (reach.all_first + size - 1) // size).clamp(min=0)
     work = 100 * whole + costs.partial * (end - begin - whole)
     batch, blocks = begin.shape
-    sequence = torch.arange(batch).repeat_interleave(blocks)
-    line = torch.arange(blocks).repeat(batch)
+    sequence = torch.arange(batch, device="cpu").repeat_interleave(blocks)
+    line = torch.arange(blocks, device="cpu").repeat(batch)
     touched = (sequence, line, begin.flatten(), end.flatten())
     return _MaskTiles(work.sum(0).numpy(), touched, lines_are_keys=False)
 
@@ -253,7 +253,7 @@ def _tiles_of_slices(ranges: MaskRanges, size: int, costs: Costs) -> _MaskTiles:
 def _count_by_query_block(runs: Runs, blocks: int, lines_are_keys: bool) -> Tensor:
     """int64 [blocks]: how many tiles of these runs each block of queries has."""
     # One place more, for runs that end behind the last block.
-    count = torch.zeros(blocks + 1, dtype=torch.int64)
+    count = torch.zeros(blocks + 1, dtype=torch.int64, device="cpu")
     if lines_are_keys:
         # Runs go along the queries: each adds 1 where it begins and takes it away behind its end.
         ones = torch.ones_like(runs.line)
@@ -279,7 +279,7 @@ def _needed_keys(tiles: _MaskTiles, bounds: NDArray[np.int64], sequences: int) -
     # A run adds 1 at its first chunk and takes it away behind its last one.
     row = (sequence * count + line) * (count + 1)
     ones = torch.ones_like(row, dtype=torch.int32)
-    changes = torch.zeros(sequences, count, count + 1, dtype=torch.int32)
+    changes = torch.zeros(sequences, count, count + 1, dtype=torch.int32, device="cpu")
     changes.view(-1).index_add_(0, row + first, ones)
     changes.view(-1).index_add_(0, row + last + 1, -ones)
     # [sequences, C lines, C others]

@@ -71,11 +71,11 @@ def _route(inter: int, intra: int, rank: int, needed_bytes: bytes) -> Route:
     """Cached: the route is the same for all layers, and computing it takes a hundred small operations
     of the host."""
     # [inter, intra]
-    sources = torch.tensor(ring_windows(inter, intra, rank))
+    sources = torch.tensor(ring_windows(inter, intra, rank), device="cpu")
     ranks = inter * intra
     needed = torch.frombuffer(bytearray(needed_bytes), dtype=torch.bool).view(ranks, ranks)
-    window = torch.arange(inter)
-    place = torch.arange(intra)
+    window = torch.arange(inter, device="cpu")
+    place = torch.arange(intra, device="cpu")
     hops = []
     for find in (hops_needed, gradient_hops):
         made = find(needed, inter, intra)
@@ -94,9 +94,9 @@ def visited_ranks(inter: int, intra: int) -> Tensor:
     This is the inverse of the schedules: a plain ring of 3 ranks is [[[0, 1, 2]], [[1, 2, 0]], ...].
     """
     # [W, 1, 1], [inter, 1] and [intra]
-    source = torch.arange(inter * intra)[:, None, None]
-    window = torch.arange(inter)[:, None]
-    step = torch.arange(intra)
+    source = torch.arange(inter * intra, device="cpu")[:, None, None]
+    window = torch.arange(inter, device="cpu")[:, None]
+    step = torch.arange(intra, device="cpu")
     # Ranks are numbered node by node.
     source_node = source // intra
     source_local_rank = source % intra
@@ -113,7 +113,7 @@ def users(needed: Tensor, inter: int, intra: int) -> Tensor:
     """
     # [W, inter, intra] and [W, 1, 1]
     receiver = visited_ranks(inter, intra)
-    source = torch.arange(len(needed))[:, None, None]
+    source = torch.arange(len(needed), device="cpu")[:, None, None]
     return needed[receiver, source]
 
 
@@ -160,7 +160,7 @@ def traffic(hops: Hops, node_size: int) -> Traffic:
     # [W, inter, intra], and [W, inter] where a chunk comes into each node
     visited = visited_ranks(inter, intra)
     entered = visited[..., 0]
-    inside, across = torch.zeros(2, ranks, dtype=torch.int64)
+    inside, across = torch.zeros(2, ranks, dtype=torch.int64, device="cpu")
     for made, sender, receiver in (
         (hops.inner, visited, visited.roll(-1, 2)),
         (hops.outer, entered, entered.roll(-1, 1)),
@@ -181,4 +181,7 @@ def all_gather_traffic(ranks: int, node_size: int) -> Traffic:
     across = 0
     if ranks > node_size:
         across = -(-(ranks - 1) // node_size)
-    return Traffic(torch.full((ranks,), ranks - 1 - across), torch.full((ranks,), across))
+    return Traffic(
+        torch.full((ranks,), ranks - 1 - across, device="cpu"),
+        torch.full((ranks,), across, device="cpu"),
+    )

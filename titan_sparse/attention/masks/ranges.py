@@ -227,7 +227,9 @@ def _offsets(lengths: Sequence[Sequence[int]], seq_len: int) -> Tensor:
     total = len(lengths) * seq_len
     count = max(64, total // 512, len(begins))
     size = 1 << (count - 1).bit_length()
-    return torch.tensor(begins + [total] * (size + 1 - len(begins)), dtype=torch.int32)
+    return torch.tensor(
+        begins + [total] * (size + 1 - len(begins)), dtype=torch.int32, device="cpu"
+    )
 
 
 def _document_starts(lengths: Sequence[int], seq_len: int) -> Tensor:
@@ -236,7 +238,7 @@ def _document_starts(lengths: Sequence[int], seq_len: int) -> Tensor:
     if total > seq_len:
         raise ValueError(f"Documents(lengths) hold {total} tokens, the sequence {seq_len}")
     # [documents]
-    sizes = torch.tensor(lengths, dtype=torch.int32)
+    sizes = torch.tensor(lengths, dtype=torch.int32, device="cpu")
     begins = sizes.cumsum(0, dtype=torch.int32) - sizes
     # [total] -> [S]. Its length is given, because torch.compile cannot trace one that follows from data.
     starts = torch.repeat_interleave(begins, sizes, output_size=total)
@@ -347,7 +349,7 @@ def ranges_of_slices(
     # [Bm, N]
     q_start, q_stop = table[..., 0], table[..., 1]
     # A slice adds 1 at its first query and takes it away behind its last one.
-    changes = torch.zeros(len(table), seq_len + 1, dtype=torch.int32)
+    changes = torch.zeros(len(table), seq_len + 1, dtype=torch.int32, device="cpu")
     changes.scatter_add_(1, q_start.long(), torch.full_like(q_start, 1))
     changes.scatter_add_(1, q_stop.long(), torch.full_like(q_stop, -1))
     # [Bm, S]

@@ -135,7 +135,7 @@ def check_disjoint(slices: Tensor) -> None:
     stops[2] += 1  # `high` is included in its range, the other stops are not
     sweeps = [_sweep(start, stop) for start, stop in zip(starts, stops)]
     order, following = min(sweeps, key=lambda sweep: int(sweep[1].sum()))
-    for place in torch.arange(len(order)).split(_MAX_PLACES):
+    for place in torch.arange(len(order), device="cpu").split(_MAX_PLACES):
         count = following[place]
         first = torch.repeat_interleave(place, count)
         second = order[first + 1 + within_runs(count)]
@@ -161,7 +161,7 @@ def _sweep(start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
     start, order = start.sort()
     # How many ranges have begun where each ends, itself and those before it among them.
     begun = torch.searchsorted(start, stop[order])
-    begun_before = torch.arange(1, len(order) + 1)
+    begun_before = torch.arange(1, len(order) + 1, device="cpu")
     following = (begun - begun_before).clamp(min=0)
     return order, following
 
@@ -208,7 +208,7 @@ def padded_table(sequences: list[Tensor]) -> Tensor:
     # A list, because torch.compile cannot trace max() of a map before torch 2.14.
     most = max([len(slices) for slices in sequences], default=0)
     size = max(16, 1 << (most - 1).bit_length())
-    table = torch.zeros(len(sequences), size, 6, dtype=torch.int32)
+    table = torch.zeros(len(sequences), size, 6, dtype=torch.int32, device="cpu")
     # high < low: an empty slice
     table[..., 5] = -1
     for padded, slices in zip(table, sequences):

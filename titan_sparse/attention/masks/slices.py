@@ -71,7 +71,7 @@ class Slices(Mask):
                         "write 0 <= start <= stop"
                     )
             slices.append((*queries, *keys, *_diagonals(*queries, *keys, kind)))
-        self._set([torch.tensor(slices, dtype=torch.int64).reshape(-1, 6)])
+        self._set([torch.tensor(slices, dtype=torch.int64, device="cpu").reshape(-1, 6)])
 
     @classmethod
     def of(cls, slices: Iterable[tuple[int, int, int, int, str]]) -> "Slices":
@@ -82,7 +82,7 @@ class Slices(Mask):
     @classmethod
     def of_diagonals(cls, numbers: Sequence[Sequence[int]] | Tensor) -> "Slices":
         """From q_start, q_stop, k_start, k_stop, low and high of each slice, [N, 6]."""
-        slices = torch.as_tensor(numbers, dtype=torch.int64)
+        slices = torch.as_tensor(numbers, dtype=torch.int64, device="cpu")
         return cls._of([slices.reshape(-1, 6)])
 
     @classmethod
@@ -147,7 +147,7 @@ class Dilated(Mask):
             for distance in range(0, min(self.window, seq_len), self.rate)
         ]
         # [N, 6], also where N is 0
-        slices = torch.tensor(diagonals, dtype=torch.int64).reshape(-1, 6)
+        slices = torch.tensor(diagonals, dtype=torch.int64, device="cpu").reshape(-1, 6)
         return ranges_of_slices(padded_table([slices]), seq_len, device, causal=True)
 
 

@@ -88,7 +88,7 @@ class VerticalSlashIndex(BlockIndex):
         flat = entry.flatten(2).long().expand(*values.shape[:2], -1)
         looked_up = values.gather(2, flat).view(*values.shape[:2], *entry.shape[2:]) * in_span
         in_short = (k_blocks >= dense_from) & (delta >= 0)
-        short = in_short * torch.tensor(value_of_short, dtype=values.dtype)
+        short = in_short * torch.tensor(value_of_short, dtype=values.dtype, device="cpu")
         return torch.maximum(looked_up, short)
 
     def counts(self) -> dict[str, list[int]]:
