@@ -189,6 +189,7 @@ def ulysses_steps() -> list[str]:
         ("context_parallel_ulysses_2xh100", "steps"),
         ("trainers_graphs_2xh200", "schedules"),
     ):
+        # "2 x NVIDIA H100 80GB HBM3"
         gpu = result(file)["gpu"].split()[3]
         for ran in result(file)[key]:
             case = (f"{ran['shape'].upper()}, {gpu}", f"{ran['tokens_per_gpu']:,}")
@@ -246,6 +247,7 @@ def step_graphs() -> list[str]:
     arms = ("torchtitan", "ours, dense", "ours, vertical_slash")
     cases: dict[tuple, dict[str, str]] = {}
     for file in ("trainers_graphs_2xh100", "trainers_graphs_2xh200"):
+        # "2 x NVIDIA H100 80GB HBM3"
         gpu = result(file)["gpu"].split()[3]
         for ran in result(file)["rows"]:
             case = (f"{ran['shape'].upper()}, {gpu}", str(ran["gpus"]), f"{ran['tokens']:,}")

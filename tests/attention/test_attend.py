@@ -343,11 +343,13 @@ def test_a_copy_of_a_module_shares_its_context_parallel(copied, ranks):
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
         module = nn.Linear(8, 8)
         module.cp = ContextParallel(mesh, block_size=16)
+        key = module.cp.key
         cp = copied(module.cp) if copied is copy.copy else copied(module).cp
         del module
         gc.collect()
         q = _x(1, 2, 32, 8).requires_grad_()
         attend(q, q, q, cp=cp).sum().backward()
+        assert cp.key == key
 
 
 @pytest.mark.parametrize("mask", MASKS)

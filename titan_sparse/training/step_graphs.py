@@ -224,7 +224,7 @@ class StepGraphs:
         return computed
 
     def is_running(self) -> bool:
-        """True while the GPU is inside the newest replay, which waits for other ranks there. Any
+        """True while the GPU computes the newest replay, and maybe waits for other ranks in it. Any
         thread may ask."""
         try:
             return self.replayed is not None and not self.replayed.query()
