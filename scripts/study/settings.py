@@ -100,6 +100,7 @@ LONG = dataclasses.replace(
     steps=20,
     text={"code": 45, "prose": 40, "mixed": 25},
     windows=2,
+    points=4,
     lengths=(8192, 32768, 131072),
 )
 TOY = Size(
