@@ -208,7 +208,7 @@ def test_layers_with_different_heads_share_a_mask(monkeypatch, heads):
 
     computed: list[int] = []
     monkeypatch.setattr(kernels, "forward", forward)
-    mask = Causal().rows(128)
+    mask = Causal().rows(128, torch.device(DEVICE))
     for number in heads:
         p = Gathered(MoBA(64, 2), mask, (number, 1), 128).problem()
         p.attend(*p.inputs, backend="triton")
