@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
@@ -107,6 +108,13 @@ def test_document_starts():
     assert Causal(valid=(3,)).rows(7).document_start is None
 
 
+@pytest.mark.parametrize("kind", [list, torch.tensor, np.array])
+def test_numbers_of_tokens_in_a_list_a_tensor_or_an_array(kind):
+    mask = Causal(valid=kind([30, 37]))
+    assert mask == Causal(valid=(30, 37)) and hash(mask) == hash(Causal(valid=(30, 37)))
+    assert mask.rows(SEQ_LEN).plain is False
+
+
 @pytest.mark.parametrize(
     "make, words",
     [
@@ -116,6 +124,9 @@ def test_document_starts():
         (lambda: Documents([3, 35]).rows(SEQ_LEN), "38 tokens"),
         (lambda: Causal(valid=(3, 38)).rows(SEQ_LEN), "valid"),
         (lambda: Causal(valid=(-1,)).rows(SEQ_LEN), "valid"),
+        (lambda: Causal(valid=(3.5, 4)), r"valid=\(3.5, 4\).*whole number"),
+        (lambda: Causal(valid=3), "valid=3.*for each sequence"),
+        (lambda: Causal(valid=()), "for each sequence"),
         (lambda: (Documents([3]) & Documents([2, 1])).rows(SEQ_LEN), "finer"),
         (lambda: (Causal(valid=(1, 2, 3)) & Causal(valid=(1, 2))).rows(SEQ_LEN), "sequences"),
         (lambda: Dilated(0, 1), "both are whole numbers"),

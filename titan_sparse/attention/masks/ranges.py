@@ -120,16 +120,26 @@ class Causal(Mask):
     """Query i sees keys 0..i.
 
     valid: one number per sequence. Tokens from there on are padding, which no query sees and which
-    sees nothing. rows() raises ValueError for a number that does not fit the sequence.
+    sees nothing. Raises ValueError unless all are whole numbers and, in rows(), for one that does not
+    fit the sequence.
     """
 
     valid: tuple[int, ...] | None = None
     is_constant: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.valid, list):
-            # Equal masks have to have the same hash. The dataclass is frozen.
-            object.__setattr__(self, "valid", tuple(self.valid))
+        if self.valid is None:
+            return
+        try:
+            valid = tuple(map(operator.index, self.valid))
+        except TypeError:
+            valid = ()
+        if not valid:
+            raise ValueError(
+                f"Causal(valid={self.valid!r}): write a whole number of tokens for each sequence"
+            )
+        # Equal masks have to have the same hash. The dataclass is frozen.
+        object.__setattr__(self, "valid", valid)
 
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
         # [1, S]

@@ -65,10 +65,10 @@ class Slices(Mask):
         slices = []
         for number, (queries, keys, kind) in enumerate(zip(q_ranges, k_ranges, types)):
             for start, stop in (queries, keys):
-                if not 0 <= start <= stop:
+                if not 0 <= start <= stop or start % 1 or stop % 1:
                     raise ValueError(
                         f"Slices: range {(start, stop)} of slice {number} is none; "
-                        "write 0 <= start <= stop"
+                        "write whole numbers with 0 <= start <= stop"
                     )
             slices.append((*queries, *keys, *_diagonals(*queries, *keys, kind)))
         self._set([torch.tensor(slices, dtype=torch.int64, device="cpu").reshape(-1, 6)])
