@@ -95,7 +95,12 @@ class Recording:
     has made so far."""
 
     def density(self) -> Tensor:
-        """visited / visible, [layers, Hq]."""
+        """visited / visible, [layers, Hq]. Raises ValueError if nothing was recorded."""
+        if not self.visited:
+            raise ValueError(
+                "density() has no layers: attend() was not called inside of recording(), or without "
+                'tokens; in a model of transformers write attn_implementation="titan_sparse"'
+            )
         visited = torch.stack(self.visited)
         return visited / torch.stack(self.visible).unsqueeze(1)
 
