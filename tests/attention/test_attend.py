@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.attention.dense_twin import let_eager_serve_dense
 from tests.attention.problems import PATTERNS as ONE_OF_EACH
@@ -241,6 +242,10 @@ def test_statistics_of_budgets_and_layers():
     assert 0 < torch.stack(record.capped).mean() <= 1
     p.attend(*p.inputs)
     assert len(record.visited) == 2, "recorded outside of recording()"
+    with recording() as empty:
+        pass
+    with pytest.raises(ValueError, match="no layers: .* not called inside of recording"):
+        empty.density()
 
 
 def _x(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -285,6 +290,8 @@ REFUSED = [
         {"cp": ContextParallel(None, "contiguous", "local", 8), "block_size": 16},
         "block_size=16",
     ),
+    ({"cp": True}, r"cp=bool is not a ContextParallel; write cp=ContextParallel\(mesh\)"),
+    ({"scale": torch.tensor(0.5)}, "scale is a tensor; write scale=1.0, and multiply q"),
     ({"recomputed": -0.1, "block_size": 4}, "0 to 1"),
     ({"recomputed": 0.5, "block_size": 4, "mask": Full()}, "write recomputed=0 or 1"),
     (
@@ -315,12 +322,24 @@ def test_options_that_do_not_fit(options, words):
         ({"schedule": "group_cast", "overlap_stages": (2, 0)}, "overlap_stages"),
         ({"backward_circulates": "v"}, "backward_circulates"),
         ({"route_by": "index"}, "route_by"),
+        ({"gradient_dtype": "bfloat16"}, "gradient_dtype='bfloat16' .*write torch.bfloat16"),
+        ({"gradient_dtype": torch.int8}, "gradient_dtype=torch.int8 is not a floating dtype"),
         ({"costs": Costs()}, 'costs would be ignored with layout "striped"'),
     ],
 )
 def test_context_parallel_refuses(options, words):
     with pytest.raises(ValueError, match=words):
         ContextParallel(None, **options)
+
+
+def test_a_process_group_is_not_a_mesh():
+    """Advised is the mesh of that group."""
+    with fake_world(2):
+        group = dist.group.WORLD
+        with pytest.raises(ValueError, match="mesh=ProcessGroup .*DeviceMesh.from_group"):
+            ContextParallel(group)
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",))
+        assert ContextParallel(mesh).size == 2
 
 
 def test_a_context_parallel_lives_until_the_backward():

@@ -53,9 +53,11 @@ def test_a_block_is_a_whole_number_of_tokens():
     for size in (0, 16.5):
         with pytest.raises(ValueError, match="block_size=.*: a block holds a whole number"):
             attend(*qkv, block_size=size)
-    with pytest.raises(ValueError, match="block_size=0: a block holds one token or more"):
-        ContextParallel(None, block_size=0)
-    assert torch.equal(attend(*qkv, block_size=16.0), attend(*qkv, block_size=16))
+        with pytest.raises(ValueError, match="block_size=.*: a block holds a whole number"):
+            ContextParallel(None, block_size=size)
+    wanted = attend(*qkv, block_size=16)
+    assert torch.equal(attend(*qkv, block_size=16.0), wanted)
+    assert torch.equal(attend(*qkv, cp=ContextParallel(None, block_size=16.0)), wanted)
 
 
 # Devices

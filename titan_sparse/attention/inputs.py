@@ -14,7 +14,11 @@ from torch._C._functorch import (
 from torch.autograd.forward_ad import unpack_dual
 from torch.distributed.tensor import DTensor
 
-from titan_sparse.attention.context_parallel.group import ONE_RANK, ContextParallel
+from titan_sparse.attention.context_parallel.group import (
+    ONE_RANK,
+    ContextParallel,
+    whole_block_size,
+)
 from titan_sparse.attention.masks.ranges import Mask, MaskRanges, once_per_mask, rows_once
 
 DEFAULT_BLOCK_SIZE = 128
@@ -46,16 +50,16 @@ class Ranks(NamedTuple):
 def ranks_of(cp: ContextParallel | None, block_size: int | None) -> Ranks:
     """The ranks that share the sequence; one without `cp`, in blocks of block_size (default 128).
 
-    Raises ValueError for a block size below 1, and for one that differs from that of `cp`.
+    Raises ValueError for a block size below 1, and for one that differs from that of `cp`, and for
+    a `cp` of another type.
     """
     if cp is None:
-        size = DEFAULT_BLOCK_SIZE if block_size is None else block_size
-        if size < 1 or size % 1:
-            raise ValueError(
-                f"block_size={size}: a block holds a whole number of tokens, 1 or more"
-            )
-        size = int(size)
+        size = whole_block_size(DEFAULT_BLOCK_SIZE if block_size is None else block_size)
         return Ranks(f"{ONE_RANK}:{size}", 1, size)
+    if not isinstance(cp, ContextParallel):
+        raise ValueError(
+            f"cp={type(cp).__name__} is not a ContextParallel; write cp=ContextParallel(mesh), made once"
+        )
     if block_size not in (None, cp.block_size):
         raise ValueError(
             f"block_size={block_size} differs from that of cp ({cp.block_size}); leave it out"
@@ -113,7 +117,9 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
 
 def check_scale(scale: float) -> None:
     """Raises ValueError unless it is a finite number above 0: of a row's largest product, kernels make
-    the largest score."""
+    the largest score. A tensor would get no gradient."""
+    if isinstance(scale, Tensor):
+        raise ValueError("scale is a tensor; write scale=1.0, and multiply q by the tensor")
     if not 0 < scale < math.inf:
         raise ValueError(f"scale={scale} is not a finite number above 0; write -q for another sign")
 

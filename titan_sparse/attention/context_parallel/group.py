@@ -22,6 +22,13 @@ _CONTEXTS: "weakref.WeakValueDictionary[str, ContextParallel]" = weakref.WeakVal
 """Every ContextParallel that still lives, by key."""
 
 
+def whole_block_size(size: int) -> int:
+    """size, as an int. Raises ValueError unless it is a whole number of 1 or more."""
+    if int(size) != size or size < 1:
+        raise ValueError(f"block_size={size}: a block holds a whole number of tokens, 1 or more")
+    return int(size)
+
+
 class ContextParallel(Communicator):
     """A context-parallel group with its layout and schedule.
 
@@ -72,12 +79,15 @@ class ContextParallel(Communicator):
         ):
             if value not in known:
                 raise ValueError(f'{name} "{value}" is unknown; write one of {", ".join(known)}')
-        if block_size < 1:
-            raise ValueError(f"block_size={block_size}: a block holds one token or more")
+        block_size = whole_block_size(block_size)
         if min(overlap_stages) < 1:
             raise ValueError(
                 f"overlap_stages={overlap_stages}: remote blocks come in one part or more; "
                 "write 1 or more"
+            )
+        if not getattr(gradient_dtype or torch.float32, "is_floating_point", False):
+            raise ValueError(
+                f"gradient_dtype={gradient_dtype!r} is not a floating dtype; write torch.bfloat16 or None"
             )
         if costs is not None and layout != "balanced":
             raise ValueError(
@@ -115,6 +125,11 @@ class ContextParallel(Communicator):
         """Global ranks [inter][intra]."""
         if mesh is None:
             return [[0]]
+        if not isinstance(mesh, DeviceMesh):
+            raise ValueError(
+                f"mesh={type(mesh).__name__} is not a DeviceMesh; of a process group write "
+                'DeviceMesh.from_group(group, "cpu" or "cuda", mesh_dim_names=("cp",))'
+            )
         ranks = mesh.mesh.tolist()
         names = mesh.mesh_dim_names
         in_order = mesh.mesh.flatten().tolist()
