@@ -374,7 +374,7 @@ def test_weights_that_are_not_there_yet():
     assert model(ids(), labels=ids()).loss.isfinite()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_dtypes(dtype, autocast):
     if autocast and dtype == torch.float64:

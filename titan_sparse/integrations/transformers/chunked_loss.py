@@ -132,7 +132,10 @@ def _loss_in_head(
 
     def loss(rows: Tensor) -> Tensor:
         if is_own and isinstance(head, nn.Linear) and head.bias is None:
-            return _loss_of_linear(rows, head.weight, targets, chunk_tokens) / count
+            dtype = _dtype_of_product(head.weight)
+            # linear_cross_entropy() has no fp16.
+            if dtype != torch.float16:
+                return _loss_of_linear(rows, head.weight, targets, chunk_tokens, dtype) / count
         return _loss_of_module(rows, forward, targets, chunk_tokens) / count
 
     head.forward = loss
@@ -144,13 +147,19 @@ def _loss_in_head(
             head.forward = own_forward
 
 
-def _loss_of_linear(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -> Tensor:
-    device_type = hidden.device.type
-    dtype = weight.dtype
+def _dtype_of_product(weight: Tensor) -> torch.dtype:
+    """The dtype in which torch would multiply with this weight here."""
+    device_type = weight.device.type
     if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
+        return torch.get_autocast_dtype(device_type)
+    return weight.dtype
+
+
+def _loss_of_linear(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int, dtype: torch.dtype
+) -> Tensor:
     # The loss chooses its own dtypes: sums are fp32.
-    with torch.autocast(device_type, enabled=False):
+    with torch.autocast(hidden.device.type, enabled=False):
         return linear_cross_entropy(hidden.to(dtype), weight.to(dtype), targets, chunk_tokens)
 
 
