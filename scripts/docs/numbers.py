@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, stdev
 
 from scripts.benchmarks.options import parser_of
 
@@ -78,15 +78,17 @@ def lines(heads: str, rows: Iterable[list[str]]) -> list[str]:
 def headlines() -> list[str]:
     """Measurements next to dense ones: recall 0.95 on real weights, then a fixed density."""
     methods = ("recall_95", "dense")
-    # Of the studies at equal time, the first alone has several seeds.
-    seeded = EQUAL_TIME[0]
-    seconds = result(seeded)["runs"]["dense"]["seconds"][-1]
-    what = f"held-out loss after {seconds:.0f} s of training, {_tokens(seeded)}, three seeds"
-    rows = [[what, *(_range_of_seeds(seeded, name) for name in methods)]]
-    for file in EQUAL_TIME[1:]:
+    # Of the studies at equal time, these have several seeds.
+    seeded = {"Qwen2.5-Coder-0.5B": LARGER[-1], "SmolLM2-135M": EQUAL_TIME[0]}
+    rows = []
+    for model, file in seeded.items():
+        seconds = result(file)["runs"]["dense"]["seconds"][-1]
+        what = f"held-out loss after {seconds:.0f} s, {model}, {_tokens(file)}"
+        rows.append([what, *(_range_of_seeds(file, name) for name in methods)])
+    for model, file in seeded.items():
         runs = result(file)["runs"]
         times = [f"{runs[name]['step_seconds']:.2f} s" for name in methods]
-        rows.append([f"training step, SmolLM2-135M, {_tokens(file)}", *times])
+        rows.append([f"training step, {model}, {_tokens(file)}", *times])
     times = []
     for name in ("flex", "flash-attn-4"):
         found = row("attention_h200", name=name, seq_len=131072)
@@ -101,11 +103,9 @@ def _tokens(file: str) -> str:
 
 def _range_of_seeds(file: str, method: str) -> str:
     """The lowest and the highest loss of a method, as trained. Raises LookupError without three seeds."""
-    rows = result(file)["evaluations"]
-    found = [one for one in rows if one["method"] == one["mode"] == method]
-    if len(found) < 3:
-        raise LookupError(f"{file} has {len(found)} seeds of {method}, not three")
-    losses = [one["scores"]["loss"] for one in found]
+    losses = _scores(file, method, method, "loss")
+    if len(losses) < 3:
+        raise LookupError(f"{file} has {len(losses)} seeds of {method}, not three")
     return f"{min(losses):.3f} to {max(losses):.3f}"
 
 
@@ -287,8 +287,8 @@ def _steps_of_arms(file: str, *peers: str) -> list[str]:
 # The real model -----------------------------------------------------------------------------------
 
 
-EQUAL_TIME = [f"study_equal_time_{size}h100" for size in ("", "full_", "128k_")]
-"""Files: short runs with several seeds, longer ones, and those of longer sequences."""
+EQUAL_TIME = [f"study_equal_time_{size}h100" for size in ("", "full_")]
+"""Files: short runs with several seeds, and longer ones."""
 
 
 def equal_time() -> list[str]:
@@ -301,44 +301,56 @@ def equal_time() -> list[str]:
             density = _evaluated(file, name, name)["attention"]["density"]
             cells = [tokens, name.replace("_", " 0."), f"{100 * density:.1f} %"]
             cells += [f"{run['step_seconds']:.2f}", str(run["steps"][-1])]
-            cells += [f"{_mean_score(file, name, mode):.3f}" for mode in (name, "dense")]
-            cells += [f"{_mean_score(file, name, name, 'needle forced'):.0f} %"]
+            cells += [f"{mean(_scores(file, name, mode, 'loss')):.3f}" for mode in (name, "dense")]
+            cells += [f"{mean(_scores(file, name, name, 'needle forced')):.0f} %"]
             rows.append(cells)
     heads = "tokens | attention | density | s per step | steps | held-out loss | dense eval | needle accuracy"
     return lines(heads, rows)
 
 
-LARGER = [f"study_qwen_0_5b_{length}_h100" for length in ("64k", "128k")]
-"""Files of Qwen2.5-Coder-0.5B at equal time."""
+LARGER = ["study_qwen_0_5b_64k_h100", "study_qwen_0_5b_128k_h200"]
+"""Files of Qwen2.5-Coder-0.5B at equal time: one seed, and three."""
 DENSELY = "dense"
 """The attention that reads any weights."""
 
 
 def larger_model() -> list[str]:
-    """A larger model at equal time: losses and names, as trained and read densely."""
+    """A larger model at equal time: losses and names, as trained and read densely, by seeds."""
     rows = []
     for file in LARGER:
-        for name, run in result(file)["runs"].items():
-            method = run["method"]
-            density = _evaluated(file, name, method)["attention"]["density"]
+        for method in dict.fromkeys(run["method"] for run in result(file)["runs"].values()):
+            run = result(file)["runs"][method]
+            density = _evaluated(file, method, method)["attention"]["density"]
             cells = [f"{max(result(file)['lengths']):,}", method.replace("_", " 0.")]
             cells += [f"{100 * density:.1f} %", f"{run['step_seconds']:.2f}"]
             cells.append(str(run["steps"][-1]))
             for measure in ("loss", "loss, names, far"):
                 for mode in (method, DENSELY):
-                    cells.append(_score_of(file, name, mode, measure, ".3f"))
-            cells.append(_score_of(file, name, method, "needle forced", ".0f") + " %")
+                    cells.append(_mean_and_spread(_scores(file, method, mode, measure)))
+            cells.append(f"{mean(_scores(file, method, method, 'needle forced')):.0f} %")
             rows.append(cells)
     heads = "tokens | attention | density | s per step | steps | held-out loss | read densely"
     return lines(f"{heads} | far names | read densely | needles", rows)
 
 
-def _score_of(file: str, name: str, mode: str, measure: str, style: str) -> str:
-    """A score of a run read by `mode`; empty if it was not measured."""
-    try:
-        return format(_evaluated(file, name, mode)["scores"][measure], style)
-    except LookupError:
-        return ""
+def _mean_and_spread(scores: list[float]) -> str:
+    """The mean of the seeds, and the standard deviation where there are several."""
+    spread = f" ± {stdev(scores):.3f}" if len(scores) > 1 else ""
+    return f"{mean(scores):.3f}{spread}"
+
+
+def ruler() -> list[str]:
+    """Scores of RULER's tasks, in percent, by weights and the attention that reads them."""
+    found = result("ruler_qwen_0_5b_h200")["rows"]
+    tasks = list(dict.fromkeys(one["task"] for one in found))
+    rows: dict[tuple[str, str], list[str]] = {}
+    for one in found:
+        sides = tuple(one[side].replace("_", " 0.") for side in ("weights", "mode"))
+        rows.setdefault(sides, []).append(f"{100 * one['score']:.0f}")
+    return lines(
+        " | ".join(["trained with", "read by", *tasks]),
+        [[*sides, *scores] for sides, scores in rows.items()],
+    )
 
 
 def equal_steps() -> list[str]:
@@ -356,11 +368,11 @@ def equal_steps() -> list[str]:
     )
 
 
-def _mean_score(file: str, method: str, mode: str, measure: str = "loss") -> float:
-    """The mean over the seeds of a method."""
+def _scores(file: str, method: str, mode: str, measure: str) -> list[float]:
+    """The scores of each seed of a method, as `mode` reads its weights."""
     rows = result(file)["evaluations"]
     wanted = {"method": method, "mode": mode}
-    return mean(one["scores"][measure] for one in rows if wanted.items() <= one.items())
+    return [one["scores"][measure] for one in rows if wanted.items() <= one.items()]
 
 
 def _evaluated(file: str, name: str, mode: str) -> dict:
@@ -386,6 +398,7 @@ TABLES = {
         hybrid,
         equal_time,
         larger_model,
+        ruler,
         equal_steps,
     )
 }
