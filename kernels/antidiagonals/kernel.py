@@ -17,7 +17,7 @@ is sorted, and nothing but the bits of the choice is written.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -114,7 +114,9 @@ def shape_for(device: torch.device) -> TileShape:
     if device.type != "cuda":
         # Triton's interpreter.
         return TileShape(query_cells=32, key_cells=64, depth=16, warps=1, stages=1)
-    memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    # The types of torch 2.15 have this field, and those of some before it do not.
+    properties: Any = torch.cuda.get_device_properties(device)
+    memory = properties.shared_memory_per_block_optin
     return HOPPER if memory >= _HOPPER_SHARED_MEMORY else SMALLER
 
 

@@ -5,6 +5,8 @@ order in every run, and results are bitwise equal. Also, a short search on a col
 pick slower options.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -91,7 +93,9 @@ def _shared_memory(device: torch.device | None = None) -> int:
     interpreter."""
     if INTERPRETED:
         return 0
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    # The types of torch 2.15 have this field, and those of some before it do not.
+    properties: Any = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block_optin
 
 
 def key_splits(programs: int, group: int, q_blocks: int) -> tuple[int, int]:
