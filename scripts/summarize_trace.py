@@ -96,8 +96,14 @@ def main(words: list[str]) -> None:
     parser.add_argument("trace", help="<output_dir>/profile/rank<r>.json")
     parser.add_argument("--top", type=positive, default=15, help="kernels listed")
     args = parser.parse_args(words)
-    with open(args.trace) as file:
-        events = json.load(file)["traceEvents"]
+    try:
+        with open(args.trace, encoding="utf-8") as file:
+            events = json.load(file)["traceEvents"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        sys.exit(
+            f"{args.trace} cannot be read as a trace ({type(error).__name__}: {error}); write "
+            "<output_dir>/profile/rank0.json of a run with profiling.enable = true"
+        )
     try:
         found = summary(events, args.top)
     except ValueError as error:

@@ -3,6 +3,7 @@
 import re
 import tomllib
 from dataclasses import fields, is_dataclass
+from operator import attrgetter
 
 import pytest
 
@@ -66,6 +67,14 @@ def test_precedence(tmp_path, order):
     recall = config.attention.vertical_slash.recall
     assert recall == 1.0 and isinstance(recall, float)
     assert load([f"--config={path}"])[0].training.steps == 7
+
+
+def test_paths_may_begin_with_the_home_folder(monkeypatch):
+    """A shell expands neither TOML nor --key=~/value. Every other path is expanded where it is read."""
+    monkeypatch.setenv("HOME", "/home/a")
+    keys = "training.output_dir", "checkpoint.initial_load_path", "attention.balance_costs"
+    config, _ = load([f"--{key}=~/run" for key in keys])
+    assert [attrgetter(key)(config) for key in keys] == ["/home/a/run"] * 3
 
 
 def test_help_lists_every_key(capsys):

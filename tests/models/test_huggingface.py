@@ -33,10 +33,11 @@ from tests.models.helpers import (
     tokens_and_positions,
 )
 from tests.models.transformers_models import VOCAB, read_model, save_model
-from tests.refusals import error_of
+from tests.refusals import error_of, refused
 from tests.runs import tiny_config, train
 from titan_sparse.commands.export_hf import main as export_hf
 from titan_sparse.config import Config, Model, check_start, save
+from titan_sparse.data.endings import declared_ends
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import check_weights, huggingface_name
 from titan_sparse.models.huggingface_config import read_config
@@ -266,6 +267,24 @@ def test_broken_weights_are_named(tmp_path, header):
             path.write_bytes(data)
         with pytest.raises(ValueError, match="model.safetensors cannot be read|has neither"):
             check_weights(str(tmp_path), read_config(str(tmp_path)))
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_a_generation_config_that_an_export_could_not_read_is_refused_at_the_start(
+    tmp_path, content
+):
+    config = Config()
+    config.training.output_dir = str(tmp_path / "run")
+    config.model.initial_hf = str(tmp_path)
+    config.data.tokenizer = "bytes"
+    config.checkpoint.last_save_in_hf = True
+    check_start(config)
+    (tmp_path / "generation_config.json").write_text(content)
+    with refused("^model.initial_hf = .*generation_config.json"):
+        check_start(config)
+    # As evaluate, generate, and export_hf read it.
+    with refused("generation_config.json"):
+        declared_ends(str(tmp_path))
 
 
 def test_links_out_of_the_folder_are_not_followed(tmp_path):

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from scripts import summarize_trace
 from scripts.summarize_trace import PARTS, part_of, summary, work_of
 from tests.distributed import on_ranks
+from tests.refusals import refused
 from tests.runs import tiny_config, train
 
 MAIN, AUTOGRAD, STREAM, OTHER_STREAM = 1, 2, 7, 20
@@ -210,3 +211,12 @@ def test_script(tmp_path, capsys):
     assert printed.endswith("10.0 ms      1.0 x  flash_backward\n")
     with pytest.raises(SystemExit, match="no work of a GPU.*profiling.enable = true"):
         run([])
+
+
+@pytest.mark.parametrize("content", [None, "", '{"a": 1}\n{"a": 2}', "{}", "[]"])
+def test_what_is_not_a_trace_is_refused_in_one_line(tmp_path, content):
+    path = tmp_path / "rank0.json"
+    if content is not None:
+        path.write_text(content)
+    with refused("rank0.json cannot be read as a trace .*profiling.enable", SystemExit):
+        summarize_trace.main([str(path)])

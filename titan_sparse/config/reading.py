@@ -9,6 +9,7 @@ import contextlib
 import difflib
 import inspect
 import itertools
+import os
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
@@ -128,6 +129,13 @@ def load(argv: list[str]) -> tuple[Config, Flags]:
         if name not in _FLAGS:
             value = _from_text(name, text, KINDS.get(name))
             _assign(config, name, value, "command line")
+    # What reads the other paths expands them itself.
+    for section, name in (
+        (config.training, "output_dir"),
+        (config.checkpoint, "initial_load_path"),
+        (config.attention, "balance_costs"),
+    ):
+        setattr(section, name, os.path.expanduser(getattr(section, name)))
     with config_errors():
         model = config.model.initial_hf
         config.model.initial_hf = local_folder(model, "model.initial_hf", weights=True)

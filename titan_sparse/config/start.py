@@ -18,6 +18,7 @@ from titan_sparse.config.sources import (
     tokenizer_folder,
     tokenizer_name,
 )
+from titan_sparse.models.huggingface_config import read_object
 from titan_sparse.models.huggingface_files import files_to_copy
 from titan_sparse.options.extras import is_installed
 from titan_sparse.options.values import show
@@ -110,7 +111,9 @@ def check_start(config: Config) -> None:
     )
     _check_first_checkpoint(config.checkpoint, Path(config.training.output_dir))
     if config.checkpoint.last_save_in_hf:
-        files_to_copy(config.model.initial_hf)
+        # What would end the run after its last step.
+        if path := files_to_copy(config.model.initial_hf).get("generation_config.json"):
+            read_object(path, f"model.initial_hf = {show(config.model.initial_hf)}")
 
 
 def _check_output_dir(name: str) -> None:

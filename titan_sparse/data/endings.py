@@ -6,7 +6,6 @@ alone. If it then learns chats that end in <|im_end|>, that token must stop it t
 """
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from titan_sparse.data.chats import ChatEncoder
 from titan_sparse.data.rows import sample_text
 from titan_sparse.data.shards import META, is_prepared, read_meta
 from titan_sparse.data.tokenizer import Encoded, Tokenizer
+from titan_sparse.models.huggingface_config import read_object
 
 _FUNCTION = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
 _TOOL = {"type": "function", "function": _FUNCTION}
@@ -62,7 +62,7 @@ def declared_ends(folder: str) -> list[int]:
     for name in ("generation_config.json", "config.json") if folder else ():
         path = Path(folder).expanduser() / name
         if path.is_file():
-            ids = json.loads(path.read_text(encoding="utf-8-sig")).get("eos_token_id")
+            ids = read_object(path, folder).get("eos_token_id")
             ids = ids if isinstance(ids, list) else [ids]
             return [token for token in ids if isinstance(token, int)]
     return []

@@ -317,15 +317,19 @@ def read_json(folder: str) -> dict[str, Any]:
             f"model.initial_hf = {json.dumps(folder)} holds adapters, which are not read; write a folder "
             "with the whole model, as titan-sparse export_hf --merge or PEFT's merge_and_unload() give it"
         )
+    return read_object(path, f"model.initial_hf = {json.dumps(folder)}")
+
+
+def read_object(path: Path, named: str) -> dict[str, Any]:
+    """The JSON object of a file. Raises ValueError, one line with the words `named` in front, for
+    anything else."""
     try:
         values = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(
-            f"model.initial_hf = {json.dumps(folder)} needs a readable config.json: {reason}"
-        ) from error
+        raise ValueError(f"{named} needs a readable {path.name}: {reason}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"model.initial_hf: {path} is not a JSON object")
+        raise ValueError(f"{named}: {path} is not a JSON object")
     return values
 
 

@@ -16,6 +16,7 @@ from titan_sparse.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
 from titan_sparse.models.config import DecoderConfig
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import export_weights, exported_config
+from titan_sparse.models.huggingface_config import read_object
 from titan_sparse.models.huggingface_files import files_to_copy
 from titan_sparse.models.lora import export_adapter, merged
 from titan_sparse.training.checkpoint.reader import read_into, read_metadata
@@ -65,7 +66,7 @@ def export(
     # As transformers writes it: a list only if there are several.
     stop = {"eos_token_id": ends if len(ends) > 1 else ends[0]}
     path = files_to_copy(model.initial_hf).get("generation_config.json")
-    generation = json.loads(path.read_text(encoding="utf-8-sig")) if path else {}
+    generation = read_object(path, model.initial_hf) if path else {}
     generation |= stop
     if tokenizer.padding != tokenizer.end_of_document:
         generation.setdefault("pad_token_id", tokenizer.padding)
