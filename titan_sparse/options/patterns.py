@@ -35,7 +35,11 @@ class PatternOptions:
             key, kind = f"{self.name}.{item.name}", kinds[item.name]
             if plain(kind) not in (int, float, bool, str) and get_origin(kind) is not Literal:
                 raise ValueError(f"{key}: an option is an int, float, bool, str, or Literal")
-            check_value(key, kind, getattr(self, item.name))
+            given = getattr(self, item.name)
+            value = check_value(key, kind, given)
+            if value is not given:
+                # A number of NumPy. Patterns are frozen.
+                object.__setattr__(self, item.name, value)
 
     def check_block_size(self, block_size: int) -> None:
         """Raises ValueError for options that do not fit attention's block size."""

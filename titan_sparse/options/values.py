@@ -3,6 +3,7 @@
 import difflib
 import json
 import math
+import numbers
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -71,7 +72,9 @@ def check_value(key: str, kind: Any, value: Any) -> Any:
         return one_of(key, value, get_args(kind))
     if kind is float:
         # The comparison refuses nan, inf and integers beyond every float.
-        fits = type(value) in (int, float) and abs(value) <= sys.float_info.max
+        fits = _is_number(value, (int, float), numbers.Real) and abs(value) <= sys.float_info.max
+    elif kind is int:
+        fits = _is_number(value, (int,), numbers.Integral)
     else:
         fits = type(value) is kind
     if not fits:
@@ -87,6 +90,12 @@ def check_value(key: str, kind: Any, value: Any) -> Any:
     if kind is str and any(letter == "\0" or "\ud800" <= letter <= "\udfff" for letter in value):
         raise ValueError(f"{key} = {ascii(value)} is not text in UTF-8; write other letters")
     return value
+
+
+def _is_number(value: Any, types: tuple[type, ...], kind: type) -> bool:
+    """True for numbers of Python, and of NumPy, which are of a kind of the module numbers."""
+    # Python's come first, as torch.compile traces no other test.
+    return type(value) in types or (isinstance(value, kind) and not isinstance(value, bool))
 
 
 def one_of(key: str, value: Any, choices: Collection[str]) -> str:

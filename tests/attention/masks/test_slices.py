@@ -104,6 +104,7 @@ def test_rows_as_slices_and_intersections(mask):
         (lambda: Slices([(4, 2)], [(0, 4)], ["full"]), "slice 0"),
         (lambda: Slices([(0, 2)], [(-1, 4)], ["full"]), "slice 0"),
         (lambda: Slices([(0, 4)], [(0, 3.5)], ["full"]), "slice 0 .* whole numbers"),
+        (lambda: Slices.of_diagonals([[0, 4, 0, 3.5, -4, 0]]), "float32; write integers"),
         (lambda: Slices([(0, 4)], [(0, 90)], ["full"]).rows(64), "token 90, the sequence holds 64"),
         (lambda: prefix_lm([5, 5], [3]), "a prefix for each"),
         (lambda: documents([5, -1]), "0 or more"),

@@ -4,6 +4,7 @@ selection, ranks, files.
 
 from dataclasses import FrozenInstanceError, replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -103,12 +104,20 @@ def test_indexes_in_a_file(tmp_path, pattern):
         (lambda: XAttention(stride=12).check_block_size(128), "write stride = 4"),
         (lambda: XAttention(dense_below=100).check_block_size(128), "dense_below = 128 or more"),
         (lambda: MoBA(top_k=0), "top_k"),
+        (lambda: MoBA(top_k=np.True_), "top_k = .* is not an integer"),
         (lambda: MoBA(chunk_size=64).check_block_size(128), "chunk_size = 128 or more"),
     ],
 )
 def test_parameters_that_do_not_fit(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+def test_parameters_may_be_numbers_of_numpy():
+    recall, sinks = np.float32(0.5), np.int64(3)
+    pattern = VerticalSlash(recall=recall, sinks=sinks)
+    assert pattern == VerticalSlash(recall=0.5, sinks=3)
+    assert type(pattern.recall) is float and type(pattern.sinks) is int
 
 
 def test_a_pattern_cannot_be_changed():

@@ -81,9 +81,14 @@ class Slices(Mask):
 
     @classmethod
     def of_diagonals(cls, numbers: Sequence[Sequence[int]] | Tensor) -> "Slices":
-        """From q_start, q_stop, k_start, k_stop, low and high of each slice, [N, 6]."""
-        slices = torch.as_tensor(numbers, dtype=torch.int64, device="cpu")
-        return cls._of([slices.reshape(-1, 6)])
+        """From q_start, q_stop, k_start, k_stop, low and high of each slice, [N, 6].
+
+        Raises ValueError for numbers that are not integers.
+        """
+        slices = torch.as_tensor(numbers, device="cpu")
+        if slices.is_floating_point() and len(slices):
+            raise ValueError(f"Slices.of_diagonals: numbers are {slices.dtype}; write integers")
+        return cls._of([slices.long().reshape(-1, 6)])
 
     @classmethod
     def batch(cls, masks: Sequence["Slices"]) -> "Slices":
