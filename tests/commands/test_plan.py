@@ -90,6 +90,7 @@ def test_the_script_takes_a_saved_index(config, tmp_path, capsys):
 @pytest.mark.parametrize(
     "words, message",
     [
+        ("--config other.toml", "--config is not an option here; write titan-sparse plan FILE"),
         ("--ranks 6 --nodes 4", "another --nodes"),
         ("--constants missing.json", "--constants missing.json"),
         ("--training.sequence 5", "unknown key"),

@@ -129,6 +129,8 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config, list[tuple[str,
     files = "files to write: .png for a picture, others for numbers as JSON"
     add("--out", nargs="+", default=[], help=files)
     args, rest = parser.parse_known_args(words)
+    named = [word for word in rest if word.partition("=")[0] == "--config"]
+    require(not named, "--config is not an option here; write titan-sparse plan FILE")
 
     config, _ = load(["--config", args.config, *rest])
     args.ranks = args.ranks or config.parallelism.cp
