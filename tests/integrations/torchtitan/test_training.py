@@ -135,8 +135,13 @@ def test_checkpointing_and_compile(runs):
         ("qwen3", "", "", 5e-6),
         # gloo exchanges equal parts only, and experts compute in bf16.
         ("qwen3_moe", "--debug.moe_force_load_balance", EP, 2e-3),
-        # Windows, and learned sinks.
-        ("gpt_oss", "--training.mixed_precision_param bfloat16", "", 0.05),
+        # Windows, and learned sinks. Rounded to bf16, a token might choose another expert.
+        (
+            "gpt_oss",
+            "--debug.moe_force_load_balance --training.mixed_precision_param bfloat16",
+            "",
+            0.02,
+        ),
     ],
 )
 def test_other_models_over_two_ranks(runs, model, words, words_of_two, tolerance):
