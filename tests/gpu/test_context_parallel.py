@@ -113,7 +113,7 @@ def test_memory_does_not_grow(found):
         for name, ((held_5, peak_5), (held_50, peak_50)) in rank["memory"].items():
             assert 0 < held_5 == held_50, (name, held_5, held_50)
             # When a buffer of another stream is free again depends on when its kernels end.
-            assert peak_50 <= 1.5 * peak_5, (name, peak_5, peak_50)
+            assert peak_50 <= 1.1 * peak_5, (name, peak_5, peak_50)
 
 
 def _main(folder: str) -> None:

@@ -131,7 +131,6 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config, list[tuple[str,
     args, rest = parser.parse_known_args(words)
     named = [word for word in rest if word.partition("=")[0] == "--config"]
     require(not named, "--config is not an option here; write titan-sparse plan FILE")
-
     config, _ = load(["--config", args.config, *rest])
     args.ranks = args.ranks or config.parallelism.cp
     args.nodes = args.nodes or -(-args.ranks // min(config.parallelism.cp_intra or 8, args.ranks))
