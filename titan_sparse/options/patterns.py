@@ -38,7 +38,7 @@ class PatternOptions:
             given = getattr(self, item.name)
             value = check_value(key, kind, given)
             if value is not given:
-                # A number of NumPy. Patterns are frozen.
+                # A number of NumPy, or an int for a float. Patterns are frozen.
                 object.__setattr__(self, item.name, value)
 
     def check_block_size(self, block_size: int) -> None:

@@ -93,9 +93,11 @@ def check_value(key: str, kind: Any, value: Any) -> Any:
 
 
 def _is_number(value: Any, types: tuple[type, ...], kind: type) -> bool:
-    """True for numbers of Python, and of NumPy, which are of a kind of the module numbers."""
-    # Python's come first, as torch.compile traces no other test.
-    return type(value) in types or (isinstance(value, kind) and not isinstance(value, bool))
+    """True for a number of Python or NumPy. kind: its class in Python's module numbers."""
+    # First, so that torch.compile traces the other test for numbers of NumPy alone.
+    if type(value) in types:
+        return True
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def one_of(key: str, value: Any, choices: Collection[str]) -> str:
