@@ -60,6 +60,8 @@ TOY = SHAPES["0.6b"] | TOY_SIZES
 CONFIGS = {
     "0.6b": transformers.Qwen3Config(**SHAPES["0.6b"]),
     "1.7b": transformers.Qwen3Config(**SHAPES["1.7b"]),
+    "qwen2.5-0.5b": transformers.Qwen2Config(**config_json(FLAVOURS["qwen2.5-0.5b"], "float32")),
+    "qwen2.5-1.5b": transformers.Qwen2Config(**config_json(FLAVOURS["qwen2.5-1.5b"], "float32")),
     "8b-lora": transformers.LlamaConfig(**config_json(FLAVOURS["llama3.1-8b"], "bfloat16")),
     "0.8b-hybrid": transformers.Qwen3_5TextConfig(**HYBRID),
     "toy": transformers.Qwen3Config(**TOY),

@@ -41,7 +41,7 @@ from titan_sparse.training.faults.process_groups import set_timeout
 RANKS = 4 if torch.cuda.device_count() >= 4 else 2
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 ROOT = Path(__file__).parents[2]
-SCHEDULES = ("all_gather", "ring", "double_ring")
+SCHEDULES = ("all_gather", "ring", "double_ring", "ulysses")
 HANG_SECONDS = 120
 LATE_SECONDS = 2
 LONGEST_DELAY_SECONDS = 0.01
