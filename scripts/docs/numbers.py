@@ -79,16 +79,17 @@ def headlines() -> list[str]:
     """Measurements next to dense ones: recall 0.95 on real weights, then a fixed density."""
     methods = ("recall_95", "dense")
     # Of the studies at equal time, these have several seeds.
-    seeded = {"Qwen2.5-Coder-0.5B": LARGER[-1], "SmolLM2-135M": EQUAL_TIME[0]}
+    seeded = [*LARGER, EQUAL_TIME[0]]
     rows = []
-    for model, file in seeded.items():
+    for file in seeded:
+        model = _model(file)
         seconds = result(file)["runs"]["dense"]["seconds"][-1]
         what = f"held-out loss after {seconds:.0f} s, {model}, {_tokens(file)}"
         rows.append([what, *(_range_of_seeds(file, name) for name in methods)])
-    for model, file in seeded.items():
+    for file in seeded:
         runs = result(file)["runs"]
         times = [f"{runs[name]['step_seconds']:.2f} s" for name in methods]
-        rows.append([f"training step, {model}, {_tokens(file)}", *times])
+        rows.append([f"training step, {_model(file)}, {_tokens(file)}", *times])
     times = []
     for name in ("flex", "flash-attn-4"):
         found = row("attention_h200", name=name, seq_len=131072)
@@ -97,15 +98,20 @@ def headlines() -> list[str]:
     return lines("what was measured | titan_sparse | dense", rows)
 
 
+def _model(file: str) -> str:
+    # Older results, which do not name it, are of this model.
+    return result(file).get("model", "SmolLM2-135M")
+
+
 def _tokens(file: str) -> str:
     return f"{max(result(file)['lengths']):,} tokens"
 
 
 def _range_of_seeds(file: str, method: str) -> str:
-    """The lowest and the highest loss of a method, as trained. Raises LookupError without three seeds."""
+    """The lowest and the highest loss of a method, as trained. Raises LookupError for a single seed."""
     losses = _scores(file, method, method, "loss")
-    if len(losses) < 3:
-        raise LookupError(f"{file} has {len(losses)} seeds of {method}, not three")
+    if len(losses) < 2:
+        raise LookupError(f"{file} has one seed of {method}; a headline needs two")
     return f"{min(losses):.3f} to {max(losses):.3f}"
 
 
@@ -308,20 +314,20 @@ def equal_time() -> list[str]:
     return lines(heads, rows)
 
 
-LARGER = ["study_qwen_0_5b_64k_h100", "study_qwen_0_5b_128k_h200"]
-"""Files of Qwen2.5-Coder-0.5B at equal time: one seed, and three."""
+LARGER = ["study_qwen_1_5b_128k_h200", "study_qwen_0_5b_128k_h200"]
+"""Files of Qwen2.5-Coder at equal time: two seeds, and three."""
 DENSELY = "dense"
 """The attention that reads any weights."""
 
 
 def larger_model() -> list[str]:
-    """A larger model at equal time: losses and names, as trained and read densely, by seeds."""
+    """Larger models at equal time: losses and names, as trained and read densely, by seeds."""
     rows = []
     for file in LARGER:
         for method in dict.fromkeys(run["method"] for run in result(file)["runs"].values()):
             run = result(file)["runs"][method]
             density = _evaluated(file, method, method)["attention"]["density"]
-            cells = [f"{max(result(file)['lengths']):,}", method.replace("_", " 0.")]
+            cells = [_model(file).removeprefix("Qwen2.5-Coder-"), method.replace("_", " 0.")]
             cells += [f"{100 * density:.1f} %", f"{run['step_seconds']:.2f}"]
             cells.append(str(run["steps"][-1]))
             for measure in ("loss", "loss, names, far"):
@@ -329,7 +335,9 @@ def larger_model() -> list[str]:
                     cells.append(_mean_and_spread(_scores(file, method, mode, measure)))
             cells.append(f"{mean(_scores(file, method, method, 'needle forced')):.0f} %")
             rows.append(cells)
-    heads = "tokens | attention | density | s per step | steps | held-out loss | read densely"
+    heads = (
+        "model, tokens | attention | density | s per step | steps | held-out loss | read densely"
+    )
     return lines(f"{heads} | far names | read densely | needles", rows)
 
 
@@ -337,6 +345,22 @@ def _mean_and_spread(scores: list[float]) -> str:
     """The mean of the seeds, and the standard deviation where there are several."""
     spread = f" ± {stdev(scores):.3f}" if len(scores) > 1 else ""
     return f"{mean(scores):.3f}{spread}"
+
+
+def choose_larger() -> list[str]:
+    """titan-sparse choose at recall 0.95: a larger model by length, next to SmolLM2's density."""
+    file, smaller = "choose_qwen_0_5b_h200", "choose_h200"
+    rows = []
+    for tokens in (32768, 65536, 131072):
+        wanted = {"tokens": tokens, "setting": "recall 0.95"}
+        code, prose = (row(file, **wanted, text=text) for text in ("code", "prose"))
+        dense = row(file, tokens=tokens, setting="dense", text="code")
+        densities = (one["density"] for one in (code, prose, row(smaller, **wanted)))
+        cells = [f"{tokens:,}", *(f"{100 * density:.1f} %" for density in densities)]
+        cells.append(f"{dense['step_seconds'] / code['step_seconds']:.1f}")
+        rows.append([*cells, *(f"{one['above_dense']:.3f}" for one in (code, prose))])
+    heads = "tokens | density, code | prose | SmolLM2 | speed"
+    return lines(f"{heads} | loss above dense, code | prose", rows)
 
 
 def ruler() -> list[str]:
@@ -398,6 +422,7 @@ TABLES = {
         hybrid,
         equal_time,
         larger_model,
+        choose_larger,
         ruler,
         equal_steps,
     )
