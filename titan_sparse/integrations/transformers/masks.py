@@ -352,9 +352,9 @@ def _ranges(begins: Tensor, real: Tensor, rule: MaskRule, is_plain: bool) -> Mas
     document_start = torch.where(begins, position, 0).cummax(1).values
     start = document_start
     if rule.chunk is not None:
-        start = position - (position - document_start) % rule.chunk
+        start = position - (position - document_start) % min(rule.chunk, len(position))
     if rule.window is not None:
-        start = torch.maximum(start, position - rule.window + 1)
+        start = torch.maximum(start, position - min(rule.window, len(position)) + 1)
     return MaskRanges(
         # Padding at i sees nothing: i to i. So both vectors never decrease.
         start=torch.where(real, start, position),
