@@ -143,6 +143,7 @@ REFUSED = [
     (partial(run, "llama4", attention_mask=AttentionMask(Causal())), "not know of chunks; write"),
     (partial(run, "llama", {"is_causal": False}), "bidirectional"),
     (partial(run_other, "Gemma2Config"), "softcap"),
+    (partial(run_other, "BloomConfig", n_head=2), 'would not use "titan_sparse"'),
     (partial(run_other, "DeepseekV3Config", **LATENT), "MLA"),
     (run_vision_tower, "Module is bidirectional or cross attention"),
     (partial(read_positions, 3, 1, SEQ_LEN), "positions of one dimension"),
