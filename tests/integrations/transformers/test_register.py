@@ -120,6 +120,8 @@ CAUSAL = masking_utils.causal_mask_function
 WINDOW = masking_utils.sliding_window_overlay
 REFUSED = [
     *((partial(AttentionSettings, block_size=x), f"block_size={x!r}") for x in (100, 8, "64")),
+    (partial(AttentionSettings, cp=2), "cp=int is not a ContextParallel"),
+    (partial(AttentionMask, None), "NoneType.* is not a mask of ours"),
     (partial(register, {"pattern": SPARSE}), "AttentionSettings"),
     *((partial(register, name=name), "write") for name in IMPLEMENTATIONS),
     (partial(run_backend, "flex"), "backend"),

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
+from titan_sparse.attention.inputs import ranks_of
 from titan_sparse.attention.masks import Mask, MaskRanges, Slices, SlidingWindow
 from titan_sparse.attention.masks.ranges import intersect, rows_once
 from titan_sparse.attention.patterns import Dense, Pattern
@@ -49,6 +50,7 @@ class AttentionSettings:
         # attend() checks the others.
         if self.block_size is not None:
             check_block_size(self.block_size)
+        ranks_of(self.cp, self.block_size)
 
     @property
     def ranks(self) -> int:
@@ -152,6 +154,11 @@ class AttentionMask:
     shape = (1, 1, 0, 0)
 
     def __init__(self, mask: Mask | MaskRanges):
+        if not isinstance(mask, Mask | MaskRanges):
+            name = type(mask).__name__
+            raise ValueError(
+                f"AttentionMask({name}) is not a mask of ours; write AttentionMask(Causal())"
+            )
         self.mask = mask
 
     def contiguous(self) -> "AttentionMask":
