@@ -117,6 +117,15 @@ def test_a_dtensor_is_refused(name):
         attend(**inputs | {name: inputs[name].to_local()})
 
 
+@pytest.mark.parametrize("name", ["q", "v", "sinks"])
+@pytest.mark.parametrize("make", [Tensor.tolist, Tensor.numpy, Tensor.to_sparse])
+def test_what_is_not_a_dense_tensor_is_refused(name, make):
+    inputs = {key: _x(1, 2, SEQ_LEN, 8) for key in ("q", "k", "v")} | {"sinks": _x(2)}
+    inputs[name] = make(inputs[name])
+    with pytest.raises(ValueError, match=f"{name} is not a dense torch.Tensor"):
+        attend(**inputs)
+
+
 # Forward-mode AD
 
 

@@ -74,6 +74,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     Also under forward-mode AD, whose tangents the ops would drop. No batch (B = 0) and no tokens
     (S = 0) are fine; no heads and no dimensions are not.
     """
+    check_plain(q=q, k=k, v=v)
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape:
         raise ValueError(
             f"attend() needs q [B, Hq, S, D] and k, v [B, Hkv, S, D], not {_shapes(q, k, v)}"
@@ -94,11 +95,11 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"q, k and v must be on one device, not {q.device}, {k.device}, {v.device}; "
             f'write k.to("{q.device}") and v.to("{q.device}")'
         )
-    check_plain(q=q, k=k, v=v)
 
 
 def check_sinks(sinks: Tensor, q: Tensor) -> None:
     """Raises ValueError for sinks that are not one logit for each head of q [B, Hq, S, D]."""
+    check_plain(sinks=sinks)
     heads = q.shape[1]
     if sinks.shape != (heads,):
         raise ValueError(
@@ -112,7 +113,6 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
         raise ValueError(
             f'sinks is on {sinks.device}, q on {q.device}; write sinks.to("{q.device}")'
         )
-    check_plain(sinks=sinks)
 
 
 def check_scale(scale: float) -> None:
@@ -125,8 +125,13 @@ def check_scale(scale: float) -> None:
 
 
 def check_plain(**tensors: Tensor) -> None:
-    """Raises ValueError for a DTensor, and under forward-mode AD, vmap, and other transforms of torch.func."""
+    """Raises ValueError for what is not a dense tensor, for a DTensor, and under forward-mode AD, vmap, and
+    other transforms of torch.func."""
     for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or tensor.is_nested or tensor.layout != torch.strided:
+            raise ValueError(
+                f"{name} is not a dense torch.Tensor; write one, and ragged lengths as a mask of Documents"
+            )
         if isinstance(tensor, DTensor):
             raise ValueError(
                 f"{name} is a DTensor; write {name}.to_local(), with all tokens of this rank's heads"

@@ -126,6 +126,10 @@ def _check_index(axes: tuple[int, ...]) -> None:
         aux = attend(*local, PACKED, pattern, cp, return_aux=True)[1]
         assert not pattern.dynamic or aux.index.heads == 4
     assert attend(*(x[:0] for x in local), Causal(), Dense(), cp).shape == local[0][:0].shape
+    half = [x.half() for x in local]
+    with torch.autocast("cpu", torch.bfloat16):
+        whole = cp.unshard(attend(*half, Causal(), Dense(), cp), -2)
+    assert torch.equal(whole, cp.unshard(attend(*half, Causal(), Dense(), cp), 2))
 
 
 def _check_two() -> None:

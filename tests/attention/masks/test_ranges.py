@@ -32,6 +32,7 @@ DEFINITIONS = {
     "window 1": (SlidingWindow(1), [lambda i, j: i == j]),
     "window 8": (SlidingWindow(8), [lambda i, j: i - 8 < j <= i]),
     "window 99": (SlidingWindow(99), [lambda i, j: j <= i]),
+    "window 2**40": (SlidingWindow(2**40), [lambda i, j: j <= i]),
     "dilated": (Dilated(8, 3), [lambda i, j: i - 8 < j <= i and (i - j) % 3 == 0]),
     # The window is a multiple of the rate: the key `window` back is not seen.
     "dilated 8 2": (Dilated(8, 2), [lambda i, j: i - 8 < j <= i and (i - j) % 2 == 0]),
@@ -113,6 +114,9 @@ def test_numbers_of_tokens_in_a_list_a_tensor_or_an_array(kind):
     mask = Causal(valid=kind([30, 37]))
     assert mask == Causal(valid=(30, 37)) and hash(mask) == hash(Causal(valid=(30, 37)))
     assert mask.rows(SEQ_LEN).plain is False
+    size = kind([8])[0]
+    assert SlidingWindow(size).rows(SEQ_LEN).window == 8
+    assert {SlidingWindow(size), Dilated(size, size)} == {SlidingWindow(8), Dilated(8, 8)}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Masks of slices: what they see, how tiles are classified, and attention over them, against dense masks."""
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -104,7 +106,10 @@ def test_rows_as_slices_and_intersections(mask):
         (lambda: Slices([(4, 2)], [(0, 4)], ["full"]), "slice 0"),
         (lambda: Slices([(0, 2)], [(-1, 4)], ["full"]), "slice 0"),
         (lambda: Slices([(0, 4)], [(0, 3.5)], ["full"]), "slice 0 .* whole numbers"),
-        (lambda: Slices.of_diagonals([[0, 4, 0, 3.5, -4, 0]]), "float32; write integers"),
+        (lambda: Slices.of_diagonals([[0, 4, 0, 3.5, -4, 0]]), "float32; write six integers"),
+        (lambda: Slices.of_diagonals([[0, 4, 0, 3, -4]]), "5 numbers are .*six integers"),
+        (lambda: Slices.of_diagonals([[-3, 5, 0, 5, -5, 3]]), "starts of 0 or more"),
+        (lambda: Slices.batch([Causal(), Slices.of([])]), "Causal is not Slices"),
         (lambda: Slices([(0, 4)], [(0, 90)], ["full"]).rows(64), "token 90, the sequence holds 64"),
         (lambda: prefix_lm([5, 5], [3]), "a prefix for each"),
         (lambda: documents([5, -1]), "0 or more"),
@@ -119,6 +124,11 @@ def test_rows_as_slices_and_intersections(mask):
 def test_refusals(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+def test_windows_without_a_bound():
+    mask = sliding_window([9, 5], sys.maxsize, sinks=2, look_ahead=sys.maxsize)
+    assert torch.equal(mask.dense(14), documents([9, 5], causal=False).dense(14))
 
 
 def _check_attention(mask: Mask, truth: Tensor) -> None:

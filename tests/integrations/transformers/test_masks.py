@@ -27,13 +27,14 @@ from titan_sparse.attention.masks import (
     documents,
     prefix_lm,
 )
-from titan_sparse.attention.patterns import VerticalSlash
+from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.integrations.transformers import (
     AttentionMask,
     AttentionSettings,
     keep_attention,
     register,
 )
+from titan_sparse.integrations.transformers.masks import MaskRule, ranges_of_tokens
 
 eager = BACKENDS["eager"]
 
@@ -107,6 +108,12 @@ def test_masks_of_ours_for_each_kind_of_layer(name, wrap):
     ours = {kind: wrap(mask) for kind, mask in masks.items()}
     eager = {kind: added_to_scores(mask) for kind, mask in masks.items()}
     assert_close(*ours_and_eager(family(name), ours, eager))
+
+
+@pytest.mark.parametrize("rule", [MaskRule(window=2**40), MaskRule(chunk=2**40)])
+def test_windows_and_chunks_without_a_bound(rule):
+    ranges = ranges_of_tokens(None, None, rule, torch.zeros(1, 1, SEQ_LEN, 8), Dense())
+    assert not ranges.start.any()
 
 
 JUMPING = torch.cat([torch.arange(20), torch.arange(100, 130)])[None]

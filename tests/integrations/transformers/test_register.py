@@ -120,6 +120,8 @@ CAUSAL = masking_utils.causal_mask_function
 WINDOW = masking_utils.sliding_window_overlay
 REFUSED = [
     *((partial(AttentionSettings, block_size=x), f"block_size={x!r}") for x in (100, 8, "64")),
+    (partial(AttentionSettings, cp=2), "cp=int is not a ContextParallel"),
+    (partial(AttentionMask, None), "NoneType.* is not a mask of ours"),
     (partial(register, {"pattern": SPARSE}), "AttentionSettings"),
     *((partial(register, name=name), "write") for name in IMPLEMENTATIONS),
     (partial(run_backend, "flex"), "backend"),
@@ -143,6 +145,7 @@ REFUSED = [
     (partial(run, "llama4", attention_mask=AttentionMask(Causal())), "not know of chunks; write"),
     (partial(run, "llama", {"is_causal": False}), "bidirectional"),
     (partial(run_other, "Gemma2Config"), "softcap"),
+    (partial(run_other, "BloomConfig", n_head=2), 'would not use "titan_sparse"'),
     (partial(run_other, "DeepseekV3Config", **LATENT), "MLA"),
     (run_vision_tower, "Module is bidirectional or cross attention"),
     (partial(read_positions, 3, 1, SEQ_LEN), "positions of one dimension"),

@@ -291,7 +291,9 @@ class ContextParallel(Communicator):
         """
         if table is None:
             table = self.block_table(x.shape[dim] * self.size)
-        whole = torch.cat(list(self.all_gather(x)), dim=dim)
+        # Not torch.cat(), which under autocast refuses the other 16-bit dtype.
+        dim %= x.ndim
+        whole = self.all_gather(x).movedim(0, dim).flatten(dim, dim + 1)
         return layouts.restore_blocks(whole, dim, table, self.block_size)
 
 

@@ -79,8 +79,12 @@ def _trade(
         # No batch or no tokens: nothing travels, as nothing is computed (ops.py).
         return _fake_trade(tensors, copies, to_heads, table, cp)
     group = context_of(cp)
-    # Not in a backward, where nothing is recorded.
-    with recorder.trading(group, tensors[0].device, before=to_heads):
+    device = tensors[0].device
+    # Nothing is recorded in a backward. Under autocast, torch.cat() refuses the other 16-bit dtype.
+    with (
+        torch.autocast(device.type, enabled=False),
+        recorder.trading(group, device, before=to_heads),
+    ):
         q, *kv = tensors
         if to_heads:
             found = _to_heads(group, [q, *(_repeated(x, copies) for x in kv)], table)

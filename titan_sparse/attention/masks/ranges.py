@@ -172,11 +172,13 @@ class SlidingWindow(Mask):
     is_constant: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        at_least_one(
-            self.window,
+        refusal = (
             f"SlidingWindow(window={self.window!r}): "
-            "a window is a whole number of tokens, 1 or more",
+            "a window is a whole number of tokens, 1 or more"
         )
+        # Positions are int32. A larger window, such as sys.maxsize, means the same.
+        window = min(at_least_one(self.window, refusal), torch.iinfo(torch.int32).max)
+        object.__setattr__(self, "window", window)
 
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
         # [1, S]

@@ -83,16 +83,23 @@ class Slices(Mask):
     def of_diagonals(cls, numbers: Sequence[Sequence[int]] | Tensor) -> "Slices":
         """From q_start, q_stop, k_start, k_stop, low and high of each slice, [N, 6].
 
-        Raises ValueError for numbers that are not integers.
+        Raises ValueError for numbers that are not six integers each.
         """
         slices = torch.as_tensor(numbers, device="cpu")
-        if slices.is_floating_point() and len(slices):
-            raise ValueError(f"Slices.of_diagonals: numbers are {slices.dtype}; write integers")
+        if slices.numel() % 6 or (slices.is_floating_point() and len(slices)):
+            raise ValueError(
+                f"Slices.of_diagonals: {slices.numel()} numbers are {slices.dtype}; write six integers "
+                "for each slice"
+            )
         return cls._of([slices.long().reshape(-1, 6)])
 
     @classmethod
     def batch(cls, masks: Sequence["Slices"]) -> "Slices":
         """One mask of its own for each sequence of the batch."""
+        for mask in masks:
+            if not isinstance(mask, Slices):
+                name = type(mask).__name__
+                raise ValueError(f"Slices.batch: {name} is not Slices; write documents([...])")
         # A mask may be a batch itself.
         sequences = [slices for mask in masks for slices in mask.sequences]
         return cls._of(sequences)
@@ -109,6 +116,8 @@ class Slices(Mask):
         for slices in sequences:
             check_disjoint(slices)
         self.sequences = [tightened(slices) for slices in sequences]
+        if any((slices[:, [0, 2]] < 0).any() for slices in self.sequences):
+            raise ValueError("Slices hold a token before the first; write starts of 0 or more")
         stops = [int(slices[:, [1, 3]].max()) for slices in self.sequences if len(slices)]
         self.extent = max(stops, default=0)
         # Worked out once, so that torch.compile sees constants in rows().
@@ -142,8 +151,8 @@ class Dilated(Mask):
             f"Dilated(window={self.window!r}, rate={self.rate!r}): "
             "both are whole numbers, 1 or more"
         )
-        at_least_one(self.window, refusal)
-        at_least_one(self.rate, refusal)
+        object.__setattr__(self, "window", at_least_one(self.window, refusal))
+        object.__setattr__(self, "rate", at_least_one(self.rate, refusal))
 
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
         # Tight already: the first `distance` queries have no key that far back.
@@ -203,9 +212,11 @@ def sliding_window(
         )
     slices = []
     for start, stop in _spans(lengths):
-        slices.append((start, stop, start, stop, 1 - window, look_ahead))
+        # Neither bound is above a document's length, however large its argument is.
+        low, high = max(1 - window, start - stop), min(look_ahead, stop - start)
+        slices.append((start, stop, start, stop, low, high))
         # Only as far back as the window does not reach: no pair may be in two slices.
-        slices.append((start, stop, start, min(start + sinks, stop), start - stop, -window))
+        slices.append((start, stop, start, min(start + sinks, stop), start - stop, low - 1))
     return Slices.of_diagonals(slices)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
+from titan_sparse.attention.inputs import ranks_of
 from titan_sparse.attention.masks import Mask, MaskRanges, Slices, SlidingWindow
 from titan_sparse.attention.masks.ranges import intersect, rows_once
 from titan_sparse.attention.patterns import Dense, Pattern
@@ -49,6 +50,7 @@ class AttentionSettings:
         # attend() checks the others.
         if self.block_size is not None:
             check_block_size(self.block_size)
+        ranks_of(self.cp, self.block_size)
 
     @property
     def ranks(self) -> int:
@@ -152,6 +154,11 @@ class AttentionMask:
     shape = (1, 1, 0, 0)
 
     def __init__(self, mask: Mask | MaskRanges):
+        if not isinstance(mask, Mask | MaskRanges):
+            name = type(mask).__name__
+            raise ValueError(
+                f"AttentionMask({name}) is not a mask of ours; write AttentionMask(Causal())"
+            )
         self.mask = mask
 
     def contiguous(self) -> "AttentionMask":
@@ -352,9 +359,9 @@ def _ranges(begins: Tensor, real: Tensor, rule: MaskRule, is_plain: bool) -> Mas
     document_start = torch.where(begins, position, 0).cummax(1).values
     start = document_start
     if rule.chunk is not None:
-        start = position - (position - document_start) % rule.chunk
+        start = position - (position - document_start) % min(rule.chunk, len(position))
     if rule.window is not None:
-        start = torch.maximum(start, position - rule.window + 1)
+        start = torch.maximum(start, position - min(rule.window, len(position)) + 1)
     return MaskRanges(
         # Padding at i sees nothing: i to i. So both vectors never decrease.
         start=torch.where(real, start, position),

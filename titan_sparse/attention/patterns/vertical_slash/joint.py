@@ -175,13 +175,13 @@ def _of_all_ranks(
     mass = mass.to(count.dtype)
     if cp.size == 1:
         return bins, mass, count
-    parts = [part.flatten().view(torch.int32) for part in (bins, mass, count)]
+    parts = [part.flatten().view(torch.uint8) for part in (bins, mass, count)]
     lengths = [len(part) for part in parts]
-    # [ranks, elements]
+    # [ranks, bytes]
     gathered = cp.all_gather(torch.cat(parts))
     all_bins, all_mass, all_count = gathered.split(lengths, dim=1)
     # [ranks, B, Hq, n_local, b] -> [B, Hq, ranks n_local, b]
-    all_bins = all_bins.contiguous().view(torch.uint8).view(cp.size, *bins.shape)
+    all_bins = all_bins.reshape(cp.size, *bins.shape)
     all_bins = all_bins.permute(1, 2, 0, 3, 4).flatten(2, 3)
     all_mass = all_mass.contiguous().view(mass.dtype).view(cp.size, *mass.shape)
     all_count = all_count.contiguous().view(count.dtype).view(cp.size, *count.shape)
