@@ -101,7 +101,8 @@ EVALUATE = {
     "--tasks needle": "--buckets would be ignored with --tasks needle; leave it out",
     "--tasks position --seed 1": "--seed would be ignored with --tasks position",
     "--dry-run": "flags of train.py would be ignored",
-    "--data.source a:1,b:1": "is a mixture, but evaluation reads one source; write one of",
+    "--data.source a:1,b:1": 'evaluation reads one source; write one of its parts, such as data.source = "a"',
+    "--data.source a:1,b:1 --data.format messages,text": 'such as data.source = "a" and data.format = "messages"',
     "": "holds no complete checkpoint",
 }
 INSPECT = {

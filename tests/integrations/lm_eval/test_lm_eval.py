@@ -424,7 +424,9 @@ def test_a_run_sparse_and_dense(tmp_path):
     newest = TitanSparseLM(checkpoint=str(run), tokenizer=tokenizer, device="cpu")
     of_step = str(run / "checkpoint/step-2")
     step = TitanSparseLM(checkpoint=of_step, tokenizer=tokenizer)
-    dense = TitanSparseLM(checkpoint=str(run), tokenizer=tokenizer, attention="dense")
+    # No text is read, so that a run on a mixture is no obstacle.
+    mixture = {"data.source": "a:1,b:1", "data.format": "text,text"}
+    dense = TitanSparseLM(checkpoint=str(run), tokenizer=tokenizer, attention="dense", **mixture)
     assert newest.get_model_info()["attention_pattern"] == "vertical_slash"
     assert dense.get_model_info()["attention_pattern"] == "dense"
     assert newest.max_length == max(900, newest.scorer.model_config.max_positions)

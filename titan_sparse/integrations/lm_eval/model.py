@@ -380,7 +380,7 @@ def _settings(
     for key, value in keys.items():
         text = str(value).lower() if isinstance(value, bool) else str(value)
         words.append(f"--{key}={text}")
-    resolved = load_for_evaluation(words, pretrained, dense, checkpoint)
+    resolved = load_for_evaluation(words, pretrained, dense, checkpoint, reads_text=False)
     check(resolved, *world_from_environment())
     return resolved, step
 
