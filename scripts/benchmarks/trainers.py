@@ -156,9 +156,10 @@ def one_trainer(
 
 
 def write_texts(folder: Path, tokens: int, steps: int) -> None:
-    """A document for each step, of Python's own files."""
+    """A document for each step, of Python's own files, which are read again after the last."""
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = b"".join(path.read_bytes() for path in sources).decode("ascii", "ignore")
+    text *= 1 + tokens * steps // len(text)
     for step in range(steps):
         # Our loader adds a token at the end of a text.
         (folder / f"{step:03}.txt").write_text(text[step * tokens : (step + 1) * tokens - 1])

@@ -72,10 +72,19 @@ def test_dense_and_generated(folder, one):
 
 
 def test_lengths_that_are_dense_are_named(folder, capsys):
-    for below, is_dense in (("440", False), ("441", True)):
-        words = f"--tasks position --attention.vertical_slash.dense_below {below}"
-        assert main(_words(folder, "below", words)) == 0
-        assert ("--lengths 440: attention was dense, as" in capsys.readouterr().out) == is_dense
+    for task, below, is_dense in (
+        ("position --buckets 4", "440", False),
+        ("position --buckets 4", "441", True),
+        ("needle --depths 1", "440", False),
+        ("needle --depths 1", "441", True),
+        ("needle --depths 1 --answers generated", "440", True),
+    ):
+        words = f"--tasks {task} --attention.vertical_slash.dense_below {below}"
+        run = folder / "run"
+        of_run = f"--config {run}/config.toml --checkpoint {run} --lengths 440 --samples 3"
+        assert main([*of_run.split(), *words.split(), "--out", str(folder / "below")]) == 0
+        said = f"{task.split()[0]}, --lengths 440: attention was dense, as"
+        assert (said in capsys.readouterr().out) == is_dense
 
 
 @pytest.mark.parametrize(
@@ -101,7 +110,8 @@ EVALUATE = {
     "--tasks needle": "--buckets would be ignored with --tasks needle; leave it out",
     "--tasks position --seed 1": "--seed would be ignored with --tasks position",
     "--dry-run": "flags of train.py would be ignored",
-    "--data.source a:1,b:1": "is a mixture, but evaluation reads one source; write one of",
+    "--data.source a:1,b:1": 'evaluation reads one source; write one of its parts, such as data.source = "a"',
+    "--data.source a:1,b:1 --data.format messages,text": 'such as data.source = "a" and data.format = "messages"',
     "": "holds no complete checkpoint",
 }
 INSPECT = {

@@ -129,6 +129,7 @@ def test_a_letter_arrives_when_it_is_whole():
     "words, reason",
     [
         (["", "--as=text"], "the prompt has no tokens"),
+        (["a\udcff"], "PROMPT = 'a\\udcff' is not text in UTF-8"),
         (["a", "--temperature=-1"], "-1 is not a temperature; write 0 or more"),
         (["a", "--temperature=nan"], "nan is not a temperature"),
         (["a", "--tokens=0"], "0 is too small"),

@@ -87,6 +87,12 @@ def test_the_script_takes_a_saved_index(config, tmp_path, capsys):
     assert "--seq-len 512" in error_of(capsys, main, config, *words)
 
 
+@pytest.mark.parametrize("words", ["", "--attention.pattern dense --documents ragged"])
+@pytest.mark.parametrize("tokens", [1, 3, 16, 40])
+def test_a_sequence_of_few_tokens_is_planned(config, tmp_path, tokens, words):
+    assert _plans(tmp_path, config, "--seq-len", str(tokens), *words.split())["density"] == 1
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
@@ -102,6 +108,8 @@ def test_the_script_takes_a_saved_index(config, tmp_path, capsys):
         ("--attention.pattern dense --documents many", "write ragged"),
         ("--density 0.1 --attention.pattern dense", "write --attention.pattern vertical_slash"),
         ("--density 2", "--density 2.0"),
+        ("--seed 1 --attention.pattern dense", "--seed would be ignored"),
+        ("--seed 1 --index x.pt", "--seed would be ignored"),
         ("--ranks 2 --layout balanced --attention.balance_costs none", "cannot read it"),
     ],
 )

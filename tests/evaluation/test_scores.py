@@ -155,7 +155,7 @@ def test_a_needle_is_scored_by_the_tokens_of_its_answer():
     samples = _samples()
     rules = {
         "knows": (lambda tokens, labels: labels, 1),
-        "almost": (lambda tokens, labels: np.append(labels[:-3], labels[-3:] + [1, 0, 0]), 0),
+        "almost": (lambda tokens, labels: np.append(labels[:-4], labels[-4:] + [1, 0, 0, 0]), 0),
         "repeats": (lambda tokens, labels: tokens, 0),
         "reads on": (lambda tokens, labels: np.append(tokens[1:], 0), None),
         "nothing": (lambda tokens, labels: np.zeros_like(tokens), 0),
@@ -166,9 +166,10 @@ def test_a_needle_is_scored_by_the_tokens_of_its_answer():
         for sample, record, (tokens, labels) in zip(samples, records, scorer.seen, strict=True):
             whole = [*sample.prompt.tolist(), *sample.answer.tolist()]
             asked = len(sample.prompt) - 1
-            assert tokens.tolist() == whole[:-1]
-            assert labels.tolist() == [-100] * asked + whole[asked + 1 :]
-            predicted = rule(tokens, labels)[asked:].tolist()
+            # The document is as long as it was asked for.
+            assert tokens.tolist() == whole and len(tokens) == sample.length
+            assert labels.tolist() == [-100] * asked + whole[asked + 1 :] + [-100]
+            predicted = rule(tokens, labels)[asked:-1].tolist()
             answer = sample.answer.tolist()
             right = [a == b for a, b in zip(predicted, answer, strict=True)]
             assert record["correct"] == pytest.approx(sum(right) / len(right)), name

@@ -12,6 +12,7 @@ takes them: --data.source is the text that is read and that hides needles. Write
 
 import argparse
 import csv
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,13 @@ def main(words: list[str]) -> int:
         records = score_samples(scorer, needles, args.answers == "generated")
         results["needle"] = {"cells": needle.by_cell(records), "records": records}
     if dist.get_rank() == 0:
-        for length in args.lengths:
-            if config.attention.pattern != "dense" and length < sparse_from(config.attention):
+        for task, length in itertools.product(args.tasks, args.lengths):
+            # A generated answer is not read with the prompt.
+            is_alone = task == "needle" and args.answers == "generated"
+            whole = length - max(sample.new_tokens for sample in needles) if is_alone else length
+            if config.attention.pattern != "dense" and whole < sparse_from(config.attention):
                 print(
-                    f"--lengths {length}: attention was dense, as {config.attention.pattern} leaves out "
+                    f"{task}, --lengths {length}: attention was dense, as {config.attention.pattern} leaves out "
                     f"pairs only in documents of {sparse_from(config.attention)} tokens or more"
                 )
         files = write(results, origin_of(args, config, checkpoint), args.out)

@@ -51,13 +51,16 @@ def source_weights(source: str) -> dict[str, float]:
     return {name: weight / total for name, weight in weights.items()}
 
 
-def single_source(source: str, key: str) -> str:
-    """The one part of `source`. Raises ConfigError for a mixture, naming the option `key`."""
+def single_source(source: str, key: str, formats: str = "") -> str:
+    """The one part of `source`. Raises ConfigError for a mixture, naming the option `key`, and
+    data.format if there are several `formats`."""
     parts = list(source_weights(source))
+    first, several, _ = formats.partition(",")
+    together = f" and data.format = {show(first.strip())}" if several else ""
     require(
         len(parts) == 1,
         f"{show(source)} is a mixture, but evaluation reads one source; write one of its parts, "
-        f"such as {key} = {show(parts[0])}",
+        f"such as {key} = {show(parts[0])}{together}",
     )
     return parts[0]
 

@@ -81,6 +81,7 @@ def random_index(
     generator = torch.Generator().manual_seed(seed)
     blocks = seq_len // block_size
     all_tiles = blocks * (blocks + 1) / 2
+    sinks = min(sinks, seq_len)
     verticals = max(sinks, round(vertical_share * seq_len))
 
     slashes = torch.zeros(heads, blocks, dtype=torch.bool)
@@ -91,7 +92,7 @@ def random_index(
         picked.append(torch.cat([torch.arange(sinks), random_verticals.sort().values]))
         slashes[head, :2] = True
         tiles = 2 * blocks - 1
-        for delta in (torch.randperm(blocks - 2, generator=generator) + 2).tolist():
+        for delta in (torch.randperm(max(blocks - 2, 0), generator=generator) + 2).tolist():
             # Verticals add their share of what the slashes leave out.
             covered = tiles / all_tiles
             if covered + (1 - covered) * verticals / seq_len >= density:
@@ -126,7 +127,7 @@ def ragged_lengths(seq_len: int, seed: int) -> list[int]:
         bucket = generator.choice(4, p=shares)
         shortest, longest = np.log(limits[bucket : bucket + 2])
         log_length = generator.uniform(shortest, longest)
-        length = min(int(np.exp(log_length)), seq_len // 4, room)
+        length = min(int(np.exp(log_length)), max(seq_len // 4, 1), room)
         lengths.append(length)
         room -= length
     return lengths

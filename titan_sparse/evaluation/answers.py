@@ -65,10 +65,11 @@ def _forced(scorer: Scorer, sample: Sample | None, length: int) -> dict[str, Any
     if sample is None:
         scorer.answers([None], length)
         return {}
-    # Labels for the answer's tokens alone, the last of which is not read.
-    tokens = np.concatenate([sample.prompt, sample.answer[:-1]])
+    # Labels for the answer's tokens alone. All are read, as the document has that length then: shorter
+    # ones may be dense.
+    tokens = np.concatenate([sample.prompt, sample.answer])
     labels = np.full(len(tokens), IGNORE_INDEX)
-    labels[len(sample.prompt) - 1 :] = sample.answer
+    labels[len(sample.prompt) - 1 : -1] = sample.answer
     ((losses, predicted),) = scorer.answers([Sequence(tokens, labels)], length)
     found = compared(scorer.tokenizer, sample.answer, predicted.cpu().numpy())
     return {**found, "loss": losses.mean().item()}

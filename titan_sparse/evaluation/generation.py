@@ -22,6 +22,7 @@ from titan_sparse.data.tokenizer import Tokenizer, begun
 from titan_sparse.evaluation.scorer import ScoredBatch, Scorer, Sequence, attention_replaced
 from titan_sparse.loss import IGNORE_INDEX, answer_logits
 from titan_sparse.models.config import DecoderConfig
+from titan_sparse.options.values import check_value
 
 Stop = Callable[[NDArray[np.int64]], bool]
 """True if a text ends with the last of these tokens, int64 [n]."""
@@ -148,8 +149,9 @@ def encode_prompt(
     """The tokens of a text to continue, or with a template those of a user's message to answer.
 
     add_bos: data.add_bos. A template writes such tokens itself. Raises ValueError for a text without
-    tokens, and a message that the template refuses.
+    tokens or not of UTF-8, and a message that the template refuses.
     """
+    check_value("PROMPT", str, text)
     if template is not None:
         message = {"role": "user", "content": text}
         text, _ = template.render([message], [], add_generation_prompt=True)

@@ -86,7 +86,8 @@ def load_for_evaluation(
     for section in "activation_checkpoint float8 compile optimizer validation checkpoint".split():
         setattr(config, section, getattr(defaults, section))
     if reads_text:
-        config.data.source = single_source(config.data.source, "data.source")
+        data = config.data
+        data.source = single_source(data.source, "data.source", data.format)
     # Each window and each prompt is of one document.
     config.data.sequences = "fixed"
     config.training.mlp_chunk_tokens = 0

@@ -56,6 +56,12 @@ def test_torchtitan_has_the_weights_and_the_data(tmp_path, monkeypatch):
         torch.testing.assert_close(found, reference(tokens).logits, rtol=0, atol=1e-4)
 
 
+def test_documents_of_many_steps_are_whole(tmp_path):
+    """Python's own files hold less than 5 million letters."""
+    trainers.write_texts(tmp_path, 2**20, 7)
+    assert [len(text) for text in trainers.read_texts(tmp_path)] == [2**20] * 7
+
+
 TOY = ["--shapes", "toy", "--tokens", "512", "--steps", "2", "--density", "0.5"]
 
 

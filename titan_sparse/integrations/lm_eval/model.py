@@ -316,11 +316,14 @@ class TitanSparseLM(TemplateLM):
 
     def _sequence(self, context: list[int], continuation: list[int]) -> Sequence:
         count = len(continuation)
+        require(count > 0, "a choice or target of the task has no tokens; write some text there")
         require(
-            0 < count <= self.max_length,
-            f"a continuation of {count} tokens is outside [1, max_length = {self.max_length}]; "
-            "write a larger max_length",
+            count <= self.max_length,
+            f"a continuation of {count} tokens is above max_length = {self.max_length}; write a "
+            "larger max_length",
         )
+        # Blanks alone, which lm_eval moves into the continuation, leave no context. HFLM would stop.
+        context = context or [self.prefix_token_id]
         whole = np.array((context + continuation)[-(self.max_length + 1) :])
         if len(whole) < len(context) + count:
             logger.warning("a context of %d tokens loses its beginning", len(context))
@@ -377,7 +380,7 @@ def _settings(
     for key, value in keys.items():
         text = str(value).lower() if isinstance(value, bool) else str(value)
         words.append(f"--{key}={text}")
-    resolved = load_for_evaluation(words, pretrained, dense, checkpoint)
+    resolved = load_for_evaluation(words, pretrained, dense, checkpoint, reads_text=False)
     check(resolved, *world_from_environment())
     return resolved, step
 
