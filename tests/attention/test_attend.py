@@ -332,6 +332,20 @@ def test_context_parallel_refuses(options, words):
         ContextParallel(None, **options)
 
 
+@pytest.mark.parametrize("options", [{"backward_circulates": "q"}, {"route_by": "mask"}], ids=str)
+@pytest.mark.parametrize("schedule", ["all_gather", "group_cast", "ulysses"])
+def test_options_of_rings_are_not_ignored(schedule, options):
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        with pytest.raises(
+            ValueError, match=f'ignored with schedule "{schedule}".*schedule="ring"'
+        ):
+            ContextParallel(mesh, schedule=schedule, **options)
+        ContextParallel(mesh, schedule="ring", **options)
+    # The same program on one rank.
+    ContextParallel(None, **options)
+
+
 def test_a_process_group_is_not_a_mesh():
     """Advised is the mesh of that group."""
     with fake_world(2):

@@ -260,15 +260,15 @@ SMALL = dataclasses.replace(FLAVOURS["debug"], heads=4, kv_heads=2, head_dim=8)
     "schedule, inter, intra, circulates, kv_heads, most",
     [
         ("ring", 1, 3, "kv", 2, 1),
-        ("all_gather", 1, 3, "kv", 2, 1),
-        ("all_gather", 1, 3, "kv", 4, 1),
+        ("all_gather", 1, 3, "auto", 2, 1),
+        ("all_gather", 1, 3, "auto", 4, 1),
         ("double_ring", 3, 2, "kv", 2, 1),
-        ("group_cast", 1, 3, "kv", 2, 1),
+        ("group_cast", 1, 3, "auto", 2, 1),
         # A KV head of twice the tokens, round a ring of nodes.
         ("ulysses", 3, 2, "kv", 2, 1),
-        ("ulysses", 1, 2, "kv", 2, 1),
+        ("ulysses", 1, 2, "auto", 2, 1),
         # Own blocks that are handed on between nodes are not all needed.
-        ("group_cast", 3, 1, "kv", 2, 1.1),
+        ("group_cast", 3, 1, "auto", 2, 1.1),
         # Some hops of the forward have a buffer that no hop of so short a backward uses.
         ("ring", 1, 4, "q", 4, 1.35),
         ("double_ring", 2, 2, "q", 2, 1.35),

@@ -91,7 +91,7 @@ def ways(axes: tuple[int, ...]) -> list[tuple[str, str, str]]:
     ring = next(name for name in schedules if "ring" in name)
     found = list(itertools.product(("contiguous", "zigzag", "striped"), schedules, ["auto"]))
     found += [("zigzag", ring, "q"), ("striped", ring, "q")]
-    found += [("balanced", ring, "kv"), ("balanced", "group_cast", "kv")]
+    found += [("balanced", ring, "kv"), ("balanced", "group_cast", "auto")]
     return found + [("balanced", "ring", "q"), ("balanced", "all_gather", "auto")]
 
 

@@ -86,7 +86,9 @@ def events_of_attention(
     values circulate."""
     ranks = axes[0] * axes[1]
     with fake_world(ranks):
-        options = {"overlap_stages": overlap_stages, "backward_circulates": "kv"}
+        options = {"overlap_stages": overlap_stages}
+        if schedule in ("ring", "double_ring"):
+            options["backward_circulates"] = "kv"
         cp = ContextParallel(mesh_of(axes), "striped", schedule, BLOCK, **options)
         events = _record(monkeypatch)
         generator = torch.Generator().manual_seed(0)

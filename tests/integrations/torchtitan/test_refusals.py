@@ -101,6 +101,8 @@ def test_masks_are_those_of_the_documents():
     assert torch.equal(got.start, want.start) and torch.equal(got.stop, want.stop)
     # The layers of a batch share it, and the next batch has its own.
     assert mask_of_positions(positions, ONE, 7) is got
+    without_bound = mask_of_positions(positions, ONE, 2**31 + 5)
+    assert torch.equal(without_bound.start, mask_of_positions(positions, ONE, None).start)
     positions.copy_(torch.arange(32))
     assert mask_of_positions(positions, ONE, None).start.max() == 0
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import math
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -109,6 +110,13 @@ class ContextParallel(Communicator):
         super().__init__(nodes, record.has_node_axis, device_type)
         # One rank has nothing to move, whatever the schedule.
         self.moves = record.moves if self.size > 1 else Moves.NOTHING
+        has_ring = self.moves in (Moves.CHUNKS, Moves.TOKENS) and math.prod(self.rings) > 1
+        for name, value in (("backward_circulates", backward_circulates), ("route_by", route_by)):
+            if value != "auto" and self.size > 1 and not has_ring:
+                raise ValueError(
+                    f'{name}="{value}" would be ignored with schedule "{self.schedule}", which has no '
+                    f'ring; write schedule="ring" or {name}="auto"'
+                )
         self.costs = costs or layouts.DEFAULT_COSTS
         if self.depends_on_mask:
             self._refuse_different_costs(device_type)

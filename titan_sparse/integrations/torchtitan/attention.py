@@ -231,7 +231,9 @@ def _ranges(starts: Tensor) -> MaskRanges:
 
 
 def _windowed(ranges: MaskRanges, window: int) -> MaskRanges:
-    return ranges._replace(start=torch.maximum(ranges.start, ranges.stop - window))
+    # Positions are int32, which a window without a bound need not fit into.
+    first = ranges.stop - min(window, ranges.stop.shape[1])
+    return ranges._replace(start=torch.maximum(ranges.start, first))
 
 
 _checked: weakref.WeakSet[ContextParallel] = weakref.WeakSet()
