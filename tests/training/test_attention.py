@@ -55,7 +55,7 @@ def test_masks(options, wanted):
 def test_a_context_parallel_group_has_the_sections_choices():
     attention = Attention(
         layout="zigzag",
-        schedule="group_cast",
+        schedule="double_ring",
         block_size=32,
         backward_circulates="q",
         gradient_dtype="bfloat16",
@@ -69,7 +69,7 @@ def test_a_context_parallel_group_has_the_sections_choices():
         # Gradients travel as they are summed unless asked otherwise.
         assert build_context_parallel(Attention(schedule="ring"), mesh).gradient_dtype is None
     assert (cp.inter, cp.intra, cp.ranks) == (2, 2, [0, 1, 2, 3])
-    assert (cp.layout, cp.schedule, cp.block_size) == ("zigzag", "group_cast", 32)
+    assert (cp.layout, cp.schedule, cp.block_size) == ("zigzag", "double_ring", 32)
     assert (cp.backward_circulates, cp.gradient_dtype) == ("q", torch.bfloat16)
     assert (cp.overlap_stages, cp.route_by) == ((3, 5), "mask")
 
