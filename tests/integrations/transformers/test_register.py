@@ -78,10 +78,10 @@ def run(name: str, changes: dict | None = None, **inputs) -> None:
     model(**{"input_ids": tokens(1, SEQ_LEN), **inputs})
 
 
-def run_other(config_class: str, **changes) -> None:
+def run_other(config_class: str, given="titan_sparse", **changes) -> None:
     settings = {"vocab_size": 64, "num_hidden_layers": 1, "head_dim": 8}
     model = tiny_model(config_class, **(settings | changes))
-    model.set_attn_implementation("titan_sparse")
+    model.set_attn_implementation(given)
     model(tokens(1, SEQ_LEN))
 
 
@@ -146,6 +146,7 @@ REFUSED = [
     (partial(run, "llama", {"is_causal": False}), "bidirectional"),
     (partial(run_other, "Gemma2Config"), "softcap"),
     (partial(run_other, "BloomConfig", n_head=2), 'would not use "titan_sparse"'),
+    (partial(run_other, "BloomConfig", {"": "titan_sparse"}, n_head=2), "would not use"),
     (partial(run_other, "DeepseekV3Config", **LATENT), "MLA"),
     (run_vision_tower, "Module is bidirectional or cross attention"),
     (partial(read_positions, 3, 1, SEQ_LEN), "positions of one dimension"),

@@ -94,9 +94,12 @@ def _check_models_given_a_name() -> None:
         if not any(settings_of(name) for name in _names(attn_implementation)):
             return
         name = self.config.get_text_config(decoder=True)._attn_implementation
-        if isinstance(attn_implementation, str):
+        given: Any = attn_implementation
+        if isinstance(given, dict):
+            given = given.get("text_config", given.get(""))
+        if isinstance(given, str):
             # Of a model with attention of its own, transformers only warns, and changes nothing.
-            name = attn_implementation
+            name = given
         settings = settings_of(name)
         if settings is not None:
             check_modules(self, name, settings.ranks)
