@@ -335,9 +335,7 @@ def larger_model() -> list[str]:
                     cells.append(_mean_and_spread(_scores(file, method, mode, measure)))
             cells.append(f"{mean(_scores(file, method, method, 'needle forced')):.0f} %")
             rows.append(cells)
-    heads = (
-        "model, tokens | attention | density | s per step | steps | held-out loss | read densely"
-    )
+    heads = "model | attention | density | s per step | steps | held-out loss | read densely"
     return lines(f"{heads} | far names | read densely | needles", rows)
 
 

@@ -59,9 +59,10 @@ def main(words: list[str]) -> int:
     if dist.get_rank() == 0:
         for task, length in itertools.product(args.tasks, args.lengths):
             # A generated answer is not read with the prompt.
-            is_alone = task == "needle" and args.answers == "generated"
-            whole = length - max(sample.new_tokens for sample in needles) if is_alone else length
-            if config.attention.pattern != "dense" and whole < sparse_from(config.attention):
+            at_once = length
+            if task == "needle" and args.answers == "generated":
+                at_once -= max(sample.new_tokens for sample in needles)
+            if config.attention.pattern != "dense" and at_once < sparse_from(config.attention):
                 print(
                     f"{task}, --lengths {length}: attention was dense, as {config.attention.pattern} leaves out "
                     f"pairs only in documents of {sparse_from(config.attention)} tokens or more"

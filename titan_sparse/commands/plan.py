@@ -142,9 +142,10 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config, list[tuple[str,
         args.density is None or 0 < args.density <= 1,
         f"--density {args.density} is not in (0, 1]. Write a share such as 0.05",
     )
-    is_sparse = config.attention.pattern != "dense"
+    # Lengths of documents, or an index.
+    draws = args.documents == ["ragged"] or config.attention.pattern != "dense"
     require(
-        not args.seed or not args.index and (args.documents == ["ragged"] or is_sparse),
+        not args.seed or (draws and not args.index),
         "--seed would be ignored, as nothing is drawn; leave it out",
     )
     ranks_of_node = args.ranks // args.nodes

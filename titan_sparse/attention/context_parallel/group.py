@@ -107,16 +107,16 @@ class ContextParallel(Communicator):
         self.overlap_stages = overlap_stages
         self.route_by = route_by
         self.rings = record.rings(self.inter, self.intra)
-        super().__init__(nodes, record.has_node_axis, device_type)
-        # One rank has nothing to move, whatever the schedule.
-        self.moves = record.moves if self.size > 1 else Moves.NOTHING
-        has_ring = self.moves in (Moves.CHUNKS, Moves.TOKENS) and math.prod(self.rings) > 1
+        has_ring = record.moves in (Moves.CHUNKS, Moves.TOKENS) and math.prod(self.rings) > 1
         for name, value in (("backward_circulates", backward_circulates), ("route_by", route_by)):
-            if value != "auto" and self.size > 1 and not has_ring:
+            if value != "auto" and self.inter * self.intra > 1 and not has_ring:
                 raise ValueError(
                     f'{name}="{value}" would be ignored with schedule "{self.schedule}", which has no '
                     f'ring; write schedule="ring" or {name}="auto"'
                 )
+        super().__init__(nodes, record.has_node_axis, device_type)
+        # One rank has nothing to move, whatever the schedule.
+        self.moves = record.moves if self.size > 1 else Moves.NOTHING
         self.costs = costs or layouts.DEFAULT_COSTS
         if self.depends_on_mask:
             self._refuse_different_costs(device_type)
