@@ -315,7 +315,9 @@ def equal_time() -> list[str]:
 
 
 LARGER = ["study_qwen_1_5b_128k_h200", "study_qwen_0_5b_128k_h200"]
-"""Files of Qwen2.5-Coder at equal time: two seeds, and three."""
+"""Files of Qwen2.5-Coder at equal time."""
+MORE_VERTICALS = "study_qwen_0_5b_128k_caps_h200"
+"""The same for a larger max_verticals."""
 DENSELY = "dense"
 """The attention that reads any weights."""
 
@@ -323,11 +325,13 @@ DENSELY = "dense"
 def larger_model() -> list[str]:
     """Larger models at equal time: losses and names, as trained and read densely, by seeds."""
     rows = []
-    for file in LARGER:
+    for file in [*LARGER, MORE_VERTICALS]:
+        more = ", 16,384 verticals" * (file == MORE_VERTICALS)
         for method in dict.fromkeys(run["method"] for run in result(file)["runs"].values()):
             run = result(file)["runs"][method]
             density = _evaluated(file, method, method)["attention"]["density"]
-            cells = [_model(file).removeprefix("Qwen2.5-Coder-"), method.replace("_", " 0.")]
+            model = _model(file).removeprefix("Qwen2.5-Coder-")
+            cells = [model, method.replace("_", " 0.") + more]
             cells += [f"{100 * density:.1f} %", f"{run['step_seconds']:.2f}"]
             cells.append(str(run["steps"][-1]))
             for measure in ("loss", "loss, names, far"):
