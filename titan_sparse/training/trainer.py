@@ -1,7 +1,6 @@
 """A training run: its parts from top to bottom, then the loop."""
 
 import contextlib
-import dataclasses
 import functools
 import gc
 import logging
@@ -78,7 +77,7 @@ class Trainer:
         # What may be refused comes first, before any process group exists.
         self.device = process_groups.choose_device(training.device)
         check_async_mode(config.checkpoint, self.device)
-        self.model_config = resolve(**dataclasses.asdict(config.model))
+        self.model_config = resolve(**vars(config.model))
         if config.float8.enable:
             check_float8(self.device)
         preflight.check_initial_weights(config, self.model_config)
