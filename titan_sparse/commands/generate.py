@@ -23,12 +23,7 @@ from titan_sparse.config.changes import read_saved
 from titan_sparse.config.reading import require
 from titan_sparse.data import Tokenizer, open_tokenizer
 from titan_sparse.data.chat_template import ChatTemplate, load_template
-from titan_sparse.evaluation.generation import (
-    decoded,
-    encode_prompt,
-    refuse_linear_layers,
-    stream,
-)
+from titan_sparse.evaluation.generation import decoded, encode_prompt, refuse_linear_layers, stream
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface_files import local_folder
 from titan_sparse.training.faults.process_groups import choose_device

@@ -14,21 +14,12 @@ from accelerate.utils import DistributedType
 from peft import LoraConfig, get_peft_model
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset
-from transformers import (
-    DataCollatorWithFlattening,
-    PreTrainedModel,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import DataCollatorWithFlattening, PreTrainedModel, Trainer, TrainingArguments
 
 from tests.distributed import run_processes
 from tests.integrations.transformers.families import with_ours
 from titan_sparse.attention.patterns import Pattern, VerticalSlash
-from titan_sparse.integrations.transformers import (
-    AttentionSettings,
-    keep_attention,
-    register,
-)
+from titan_sparse.integrations.transformers import AttentionSettings, keep_attention, register
 from titan_sparse.integrations.transformers.context_parallel import (
     ContextParallelConfig,
     ContextParallelTrainer,

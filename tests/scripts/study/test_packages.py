@@ -14,12 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from scripts.study import compact, real_model, text
-from scripts.study.real_model import (
-    check_digest,
-    fetch,
-    standard_library_text,
-    train_tokenizer,
-)
+from scripts.study.real_model import check_digest, fetch, standard_library_text, train_tokenizer
 from scripts.study.settings import TOY
 from tests.models.transformers_models import save_model
 from titan_sparse.data.tokenizer import load_tokenizer
