@@ -76,8 +76,7 @@ def tiny_model(tied: bool = False) -> PreTrainedModel:
     windows = {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 1}
     # The embedding of a padding token would be 0, by which DoRA divides.
     settings = {"vocab_size": VOCAB, "pad_token_id": None, "tie_word_embeddings": tied}
-    model = with_ours("qwen3", **windows, **settings)
-    return model
+    return with_ours("qwen3", **windows, **settings)
 
 
 def arguments(folder: Path | str, kind: type = TrainingArguments, **changes: Any) -> Any:
