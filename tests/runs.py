@@ -101,10 +101,7 @@ def debug_run(folder: Path, output: str = "run", **overrides) -> Config:
 
 def weights_of(trainer: Trainer) -> dict[str, Tensor]:
     """The whole weights. Collective."""
-    weights = {}
-    for name, parameter in trainer.model.state_dict().items():
-        weights[name] = parameter.full_tensor()
-    return weights
+    return {name: x.full_tensor() for name, x in trainer.model.state_dict().items()}
 
 
 def metrics_of(config: Config) -> list[dict]:

@@ -11,19 +11,9 @@ from torch import Tensor
 
 from titan_sparse.kernels import block_sparse
 from titan_sparse.kernels.block_sparse import QuerySide
-from titan_sparse.kernels.gathered.kernel import (
-    add_attention,
-    add_key_gradient,
-    add_query_gradient,
-)
+from titan_sparse.kernels.gathered.kernel import add_attention, add_key_gradient, add_query_gradient
 from titan_sparse.kernels.gathered.launch import Share, list_shares, row_tile, total_shares
-from titan_sparse.kernels.gathered.lists import (
-    Plan,
-    Work,
-    chosen_pairs,
-    gather_queries,
-    tile_table,
-)
+from titan_sparse.kernels.gathered.lists import Plan, Work, chosen_pairs, gather_queries, tile_table
 
 
 def forward(q: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:

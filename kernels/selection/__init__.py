@@ -27,11 +27,7 @@ from titan_sparse.kernels.selection.shared import (
     SpanTokens,
     bins_of,
 )
-from titan_sparse.kernels.selection.slashes import (
-    slash_gains,
-    slash_masses,
-    slash_scores,
-)
+from titan_sparse.kernels.selection.slashes import slash_gains, slash_masses, slash_scores
 from titan_sparse.kernels.selection.thresholds import (
     Candidates,
     CountBounds,

@@ -142,7 +142,7 @@ def op_arguments(
     ranges: MaskRanges,
     pattern: Pattern,
     cp: ContextParallel,
-    scale: float | None = None,
+    scale: float,
     begin: float = 0.0,
     end: float = 1.0,
 ) -> tuple[None, list[Tensor], list[Tensor], str]:

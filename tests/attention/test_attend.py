@@ -163,7 +163,8 @@ def test_the_default_block_size_is_128():
 def _with_index(p: Problem, tensors: list[Tensor], *qkv: Tensor) -> Tensor:
     """The forward op alone, with a given index."""
     ranges = p.mask.rows(qkv[0].shape[2])._replace(plain=False)
-    arguments = op_arguments(tensors, ranges, p.pattern, one_rank(p.block))
+    scale = qkv[0].shape[3] ** -0.5
+    arguments = op_arguments(tensors, ranges, p.pattern, one_rank(p.block), scale)
     return torch.ops.titan_sparse.attend_forward(*qkv, *arguments)[0]
 
 

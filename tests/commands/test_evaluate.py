@@ -18,7 +18,7 @@ from titan_sparse.attention.patterns import MoBA, VerticalSlash, XAttention
 from titan_sparse.commands import inspect
 from titan_sparse.commands.evaluate import main, parse
 from titan_sparse.config import Attention, save
-from titan_sparse.evaluation.inspection import SHARES, TOP_K, curve, inspect_layer, keys_of_rows
+from titan_sparse.evaluation.inspection import SHARES, TOP_K, allowed_keys, curve, inspect_layer
 
 SMALL = "--lengths 440 --samples 3 --buckets 4"
 
@@ -215,7 +215,8 @@ def test_curves_against_the_table_of_all_pairs(pattern):
     pairs = index.dense(MASK)[0][:, at]
     for head in range(2):
         of_head = index.of_heads(slice(head, head + 1))
-        assert torch.equal(keys_of_rows(of_head, rows, at), pairs[head])
+        selected = of_head.selected_keys(at)[0, 0]
+        assert torch.equal(selected & allowed_keys(rows, at), pairs[head])
     mass = _dense_mass(q, k)[:, at]
     point = curve(pattern, q, k, rows, cp, at, mass)
     assert point["density"] == pytest.approx((pairs.sum((1, 2)) / (at + 1).sum()).tolist())

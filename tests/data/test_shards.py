@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.data.helpers import lettered_texts, open_loader, prepared, read_shards, train_tokenizer
+from tests.refusals import refused
 from titan_sparse.config import Data
 from titan_sparse.data.shards import DataError, TokenShards
 from titan_sparse.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -92,9 +93,8 @@ def test_shards_that_are_damaged_or_contradict_their_counts_are_refused(tmp_path
         folder = tmp_path / f"damaged{number}"
         shutil.copytree(good, folder)
         change(folder)
-        with pytest.raises(ValueError, match=f"data.source.*{named}") as raised:
+        with refused(f"data.source.*{named}"):
             TokenShards(str(folder), ByteTokenizer())
-        assert "\n" not in str(raised.value)
 
 
 def test_a_document_that_is_not_closed_is_refused(tmp_path):
@@ -150,9 +150,8 @@ def test_shards_that_change_end_a_run_before_the_batch(tmp_path, monkeypatch, ch
     assert next(loader).tokens.tolist() == expected[0]
     damage, named = CHANGES[change]
     damage(Path(folder, "shard_00001.bin"))
-    with pytest.raises(DataError, match=named) as raised:
+    with refused(named, DataError):
         next(loader)
-    assert "\n" not in str(raised.value)
     if change != "large token":
         with pytest.raises(DataError, match=named):
             loader.check_unchanged()

@@ -12,14 +12,7 @@ from safetensors.torch import load_file
 from tests.distributed import run_processes
 from tests.models.transformers_models import WINDOW, read_model, save_model
 from tests.training import reference_loop as by_hand
-from tests.training.wired_run import (
-    ALIKE,
-    SEQ_LEN,
-    assert_alike,
-    lines_of,
-    run,
-    write_shard,
-)
+from tests.training.wired_run import ALIKE, SEQ_LEN, assert_alike, lines_of, run, write_shard
 from titan_sparse.commands.export_hf import main as export_hf
 from titan_sparse.estimate.flops import flops_per_token
 from titan_sparse.models.transformers_config import read_transformers_config

@@ -121,12 +121,12 @@ def attend(
     ranges = resolve_mask(mask, q, ranks)
     if scale is not None:
         check_scale(scale)
-        scale = constant(scale)
     has_slices = ranges.slices is not None
     if pattern.dynamic or has_slices:
         check_pattern(pattern, ranges, ranks)
     # Constants of a compiled graph: for another D torch.compile compiles anew, as kernels do.
     head_dim = operator.index(q.shape[-1])
+    scale = head_dim**-0.5 if scale is None else constant(scale)
     is_short = False
     if pattern.dynamic:
         short = backends.short_below(constant(pattern.recall_like()), head_dim)

@@ -6,11 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import (
-    is_batchedtensor,
-    is_gradtrackingtensor,
-    is_legacy_batchedtensor,
-)
+from torch._C._functorch import is_batchedtensor, is_gradtrackingtensor, is_legacy_batchedtensor
 from torch.autograd.forward_ad import unpack_dual
 from torch.distributed.tensor import DTensor
 

@@ -149,14 +149,14 @@ class Recording:
             self.timed = recorder.TimedCall(cp, call.mask.start.device)
             self.timed.trades, self.trades = self.trades, []
 
-    def forward(self, call: AttentionCall, q: Tensor, k: Tensor) -> None:
-        """After a forward of the whole sequence or of a share of it, with padded inputs."""
+    def forward(self, call: AttentionCall, batch: int) -> None:
+        """After a forward of the whole sequence or of a share of it."""
         if self.timed is not None:
             self.timed.ended = recorder.mark(self.timed.device)
             self.calls.append(self.timed)
             self.timed = None
         # [B, Hq]
-        in_blocks, in_verticals = visited_pairs(call, len(q))
+        in_blocks, in_verticals = visited_pairs(call, batch)
         # [2, B, Hq], then averaged over sequences
         visited = torch.stack([in_blocks + in_verticals, in_blocks])
         if call.cp.whole.size > 1:

@@ -64,7 +64,6 @@ class CallOptions:
 
     cp_key: of the ContextParallel, which owns this object.
     mask: what is to be known of the mask in addition to its tensors (inputs.mask_tensors).
-    scale: of the scores; None for D ** -0.5.
     The select op does not read the rest.
     begin, end: the call is about the query blocks of this range alone, as shares of the sequence.
     A range that ends before the sequence does is given the verticals' keys and values.
@@ -73,7 +72,7 @@ class CallOptions:
     pattern: Pattern
     cp_key: str
     mask: MaskFacts
-    scale: float | None
+    scale: float
     backend: str = ""
     begin: float = 0.0
     end: float = 1.0
@@ -136,7 +135,7 @@ def bind(key: str, q: Tensor, index: list[Tensor], mask: list[Tensor]) -> Attent
     vertical_kv = None
     if options.end < 1:
         *index, vertical_kv = index
-    batch, heads, seq_len, head_dim = q.shape
+    batch, heads, seq_len, _ = q.shape
     first, last = options.block_range(seq_len)
     ranges = mask_of_whole_blocks(mask_of_tensors(options.mask, mask), cp.block_size)
     return AttentionCall(
@@ -146,7 +145,7 @@ def bind(key: str, q: Tensor, index: list[Tensor], mask: list[Tensor]) -> Attent
         cp=cp,
         backend=BACKENDS[options.backend],
         transport=_TRANSPORTS[cp.moves],
-        scale=head_dim**-0.5 if options.scale is None else options.scale,
+        scale=options.scale,
         plain=ranges.plain and not options.pattern.dynamic,
         first=first,
         last=last,
@@ -170,9 +169,8 @@ def _outside_autocast(op: Callable) -> Callable:
 def _select(q: Tensor, k: Tensor, mask: list[Tensor], call: str) -> list[Tensor]:
     """The tensors of a dynamic pattern's index. No gradient. Collective over the ranks."""
     options = lookup(call)
-    scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
     ranges = mask_of_tensors(options.mask, mask)
-    return options.pattern.choose(q, k, ranges, options.cp, scale)
+    return options.pattern.choose(q, k, ranges, options.cp, options.scale)
 
 
 @_select.register_fake
@@ -216,7 +214,7 @@ def _forward(
         observer.begin(bound)
     out, lse, vertical_kv = loop.forward(bound, q_share, k_share, v_share)
     if observer:
-        observer.forward(bound, q_share, k_share)
+        observer.forward(bound, len(q))
         # Parts of a sequence are reported as a layer once they are joined.
         if not bound.is_partial:
             observer.layer(bound, q_share, k_share, lse)

@@ -16,7 +16,6 @@ docs/masks_and_patterns.md.
 import contextlib
 import dataclasses
 import gc
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -32,6 +31,7 @@ from titan_sparse.commands import parser_of, positive, refuses
 from titan_sparse.config import Config, ConfigError, check, load, world_from_environment
 from titan_sparse.config.reading import KINDS, load_config, tokens
 from titan_sparse.config.sections import Checkpoint, Metrics, Validation
+from titan_sparse.config.start import is_first_rank
 from titan_sparse.data.shards import write_json
 from titan_sparse.models.flavours import resolve
 from titan_sparse.options.values import show
@@ -87,7 +87,7 @@ def main(words: list[str]) -> int:
         if name not in rows:
             rows[name] = measured(name, configs[name])
     rows = {name: rows[name] for name in configs}
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         write_json(args.out / "choose.json", rows)
     say(table(rows))
     chosen = choice(rows)
@@ -99,7 +99,7 @@ def main(words: list[str]) -> int:
 
 
 def say(text: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         print(text, flush=True)
 
 

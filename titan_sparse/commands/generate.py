@@ -12,7 +12,6 @@ train.py takes them. Under torchrun all ranks share the work.
 
 import argparse
 import contextlib
-import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +23,7 @@ from titan_sparse.config.changes import read_saved
 from titan_sparse.config.reading import require
 from titan_sparse.data import Tokenizer, open_tokenizer
 from titan_sparse.data.chat_template import ChatTemplate, load_template
-from titan_sparse.evaluation.generation import (
-    decoded,
-    encode_prompt,
-    refuse_linear_layers,
-    stream,
-)
+from titan_sparse.evaluation.generation import decoded, encode_prompt, refuse_linear_layers, stream
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface_files import local_folder
 from titan_sparse.training.faults.process_groups import choose_device
@@ -54,7 +48,7 @@ def main(words: list[str]) -> int:
     checkpoint = None if is_hf else find_checkpoint(args.run_or_folder)
     config = of_folder(folder, rest) if is_hf else of_run(args.run_or_folder, rest)
     check(config, *world_from_environment())
-    refuse_linear_layers(resolve(**dataclasses.asdict(config.model)))
+    refuse_linear_layers(resolve(**vars(config.model)))
     tokenizer = open_tokenizer(config)
     template = template_of(config, tokenizer, args.style, is_hf or is_of_chats(checkpoint))
     prompt = encode_prompt(args.prompt, tokenizer, template, config.data.add_bos)

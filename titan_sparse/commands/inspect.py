@@ -11,7 +11,6 @@ OUT/inspection.json, OUT/layer-N.png, OUT/curves.png and OUT/top_k.png. See docs
 """
 
 import argparse
-import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -87,7 +86,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
         "start without torchrun, and leave --parallelism.cp out",
     )
     check(config, 1, 1)
-    model = resolve(**dataclasses.asdict(config.model))
+    model = resolve(**vars(config.model))
     require(
         not model.runs_in_transformers,
         f"{config.model.initial_hf} runs through transformers' own code, which cannot be inspected; "

@@ -20,8 +20,7 @@ import torch
 
 from titan_sparse.attention.context_parallel.layouts import ALL_LAYOUTS, DEFAULT_COSTS
 from titan_sparse.attention.context_parallel.schedules import SCHEDULES
-from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges, SlidingWindow
-from titan_sparse.attention.masks.slices import sliding_window
+from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.observe import worker_imbalance
 from titan_sparse.attention.patterns import BlockIndex
 from titan_sparse.commands import parser_of, positive, refuses
@@ -32,7 +31,7 @@ from titan_sparse.estimate.indexes import load_indexes, ragged_lengths, random_i
 from titan_sparse.estimate.planner import LayerPlan, LayerWork, Setting, count, plan_layer
 from titan_sparse.evaluation.pictures import new_figure
 from titan_sparse.models.flavours import DecoderConfig, resolve
-from titan_sparse.training.attention import build_pattern, schedule_named
+from titan_sparse.training.attention import build_mask, build_pattern, schedule_named
 
 DEFAULT_CONSTANTS = Path(__file__).parents[1] / "estimate/constants_h200.json"
 
@@ -191,13 +190,10 @@ def read_indexes(
     attention = config.attention
     multiple = padding_multiple(config)
     seq_len = -(-config.training.seq_len // multiple) * multiple
-    window = attention.sliding_window
-    mask = Documents(_lengths(args.documents, config, args.seed)) if args.documents else Causal()
-    if attention.window_sinks:
-        mask = sliding_window([config.training.seq_len], window, attention.window_sinks)
-    elif window:
-        mask = mask & SlidingWindow(window)
-    ranges = mask.rows(seq_len)
+    lengths = [config.training.seq_len]
+    if args.documents:
+        lengths = _lengths(args.documents, config, args.seed)
+    ranges = build_mask(attention, [lengths]).rows(seq_len)
     pattern = build_pattern(attention)
     tensors: list[torch.Tensor] = []
     if attention.pattern == "vertical_slash":

@@ -23,6 +23,7 @@ from titan_sparse.config import (
     world_from_environment,
     world_of,
 )
+from titan_sparse.config.start import is_first_rank
 from titan_sparse.training.faults.launcher import (
     OtherRankFailed,
     Poisoned,
@@ -81,7 +82,7 @@ def _run(words: list[str]) -> int:
     finally:
         gc.enable()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
-    if _is_first_rank():
+    if is_first_rank():
         logging.getLogger("titan_sparse").setLevel(logging.INFO)
     try:
         Trainer(config).train()
@@ -120,7 +121,7 @@ def _print_once(line: str, alike: bool = True) -> None:
     speak, as torchrun ends the others when it is gone.
     """
     report_to_launcher(line)
-    if alike and not _is_first_rank():
+    if alike and not is_first_rank():
         # Ranks that have met are close together. Those still loading torch are not.
         seconds = 2.0 if _has_process_group() else 5.0
         is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
@@ -157,10 +158,6 @@ def estimate(config: Config, flags: Flags) -> int:
         report, fits = dry_run(config, where)
     else:
         report, fits = find_max_length(config, where)
-    if _is_first_rank():
+    if is_first_rank():
         print(report)
     return 0 if fits else 1
-
-
-def _is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"

@@ -33,6 +33,11 @@ def world_from_environment() -> tuple[int, int]:
     return _number("WORLD_SIZE", 1), _number("LOCAL_WORLD_SIZE", 1)
 
 
+def is_first_rank() -> bool:
+    """By torchrun's environment, before there is a process group."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def world_of(
     flags: Flags, parallelism: Parallelism, world_size: int, local_world_size: int
 ) -> tuple[int, int]:

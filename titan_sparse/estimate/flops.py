@@ -97,7 +97,7 @@ def flops_per_token(
     attention = 12.0 * config.head_dim * pairs_per_token
     # A token reads the state of linear attention with its key, adds to it, and reads it with its
     # query: 2 each for an element of the state. Kernels compute more, in chunks of tokens.
-    state = 3 * 6.0 * getattr(config, "linear_state", 0) * len(getattr(config, "linear_layers", ()))
+    state = 3 * 6.0 * config.linear_state * len(config.linear_layers)
     return linear + head + attention + state
 
 

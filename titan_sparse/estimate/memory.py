@@ -164,7 +164,7 @@ def kept_by_block(step: StepShape) -> float:
     selection = step.index_bytes + vectors * step.model.head_dim * step.width
     selection /= step.head_shares
     # Other layers have linear attention.
-    with_attention = 1 - len(getattr(step.model, "linear_layers", ())) / step.model.layers
+    with_attention = 1 - len(step.model.linear_layers) / step.model.layers
     return kept + with_attention * (kept_share * attention + selection)
 
 

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.masks.ranges import MaskRanges
-from titan_sparse.attention.patterns import BlockIndex, MoBA, Pattern, VerticalSlash, XAttention
+from titan_sparse.attention.patterns import MoBA, Pattern, VerticalSlash, XAttention
 from titan_sparse.config import Attention
 from titan_sparse.evaluation.pictures import new_figure
 from titan_sparse.evaluation.scorer import attention_replaced
-from titan_sparse.kernels.block_sparse import chosen_keys
 from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.models.decoder import Decoder
 
@@ -124,12 +123,9 @@ def probabilities(q: Tensor, k: Tensor, ranges: MaskRanges, at: Tensor) -> Tenso
     q: [1, Hq, S, D]. k: [1, Hkv, S, D].
     """
     dtype = accumulation_dtype(q.dtype)
-    key = torch.arange(k.shape[2], device=k.device)
-    # [n, S]
-    is_seen = (key >= ranges.start[0, at, None]) & (key < ranges.stop[0, at, None])
     keys = k[0].to(dtype).repeat_interleave(q.shape[1] // k.shape[1], dim=0)
     scores = (q[0, :, at].to(dtype) @ keys.mT) * q.shape[-1] ** -0.5
-    return scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
+    return scores.masked_fill(~allowed_keys(ranges, at), -torch.inf).softmax(-1)
 
 
 def by_distance(mass: Tensor, at: Tensor, size: int) -> Tensor:
@@ -191,35 +187,22 @@ def curve(
     mass: [Hq, n, S], the dense softmax of these rows.
     """
     index = pattern.select(q, k, ranges, cp)
-    allowed = (ranges.stop - ranges.start)[0, at].sum().item()
+    # [n, S]
+    is_allowed = allowed_keys(ranges, at)
+    allowed = is_allowed.sum().item()
     point: dict[str, Any] = {"density": [], "recall": []}
     for head, of_head in enumerate(mass):
-        # [n, S]
-        is_selected = keys_of_rows(index.of_heads(slice(head, head + 1)), ranges, at)
+        of_one = index.of_heads(slice(head, head + 1))
+        is_selected = of_one.selected_keys(at)[0, 0] & is_allowed
         point["density"].append(is_selected.sum().item() / allowed)
         point["recall"].append((of_head * is_selected).sum(-1).mean().item())
     return point | index.counts()
 
 
-def keys_of_rows(index: BlockIndex, ranges: MaskRanges, at: Tensor) -> Tensor:
-    """Keys that the queries at `at`, int64 [n], see of the first sequence: bool [n, S].
-
-    index: of one head.
-    """
-    position = torch.arange(index.seq_len, device=at.device)
-    chosen = index.chosen_chunks(at)
-    if chosen is not None:
-        is_selected = chosen_keys(chosen, position.view(1, 1, -1))[0, 0]
-    else:
-        size = index.block_size
-        blocks = torch.arange(index.seq_len // size, device=at.device)
-        is_selected = index.selects(at // size, blocks)[0, 0].repeat_interleave(size, 1)
-        # One place more: unused verticals are filled up with seq_len.
-        is_vertical = torch.zeros(index.seq_len + 1, dtype=torch.bool, device=at.device)
-        is_vertical[index.verticals[0, 0].long()] = True
-        is_selected = is_selected | is_vertical[:-1]
-    is_allowed = (position >= ranges.start[0, at, None]) & (position < ranges.stop[0, at, None])
-    return is_selected & is_allowed
+def allowed_keys(ranges: MaskRanges, at: Tensor) -> Tensor:
+    """Keys that the mask allows the queries at `at`, int64 [n], of the first sequence: bool [n, S]."""
+    key = torch.arange(ranges.start.shape[1], device=at.device)
+    return (key >= ranges.start[0, at, None]) & (key < ranges.stop[0, at, None])
 
 
 def summary(layers: dict[int, Layer]) -> dict[str, Any]:

@@ -58,7 +58,6 @@ class ChunkedMLP(MLP):
             [layer.weight for layer in layers],
             adapters,
             scales,
-            self.gate_proj.weight.requires_grad,
             self.chunk_tokens,
             self.compile_backend,
         )
@@ -141,7 +140,6 @@ def _forward(
     weights: list[Tensor],
     adapters: list[Tensor],
     scales: list[float],
-    trains_weights: bool,
     chunk_tokens: int,
     compile_backend: str,
 ) -> Tensor:
@@ -163,7 +161,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(x, weights, adapters, scales, trains_weights, chunk_tokens, compile_backend):
+def _(x, weights, adapters, scales, chunk_tokens, compile_backend):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -174,9 +172,9 @@ def _backward(
     weights: list[Tensor],
     adapters: list[Tensor],
     scales: list[float],
-    trains_weights: bool,
     chunk_tokens: int,
     compile_backend: str,
+    trains_weights: bool,
 ) -> list[Tensor]:
     """The gradients of x and then of the weights or, if these are frozen, of the adapters."""
     gate, up, down = _linears(weights, adapters, scales)
@@ -210,7 +208,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(d_out, x, weights, adapters, scales, trains_weights, chunk_tokens, compile_backend):
+def _(d_out, x, weights, adapters, scales, chunk_tokens, compile_backend, trains_weights):
     trained = weights if trains_weights else adapters
     return [
         torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (x, *trained)
@@ -225,13 +223,13 @@ def _save(ctx, inputs, output) -> None:
 def _differentiate(ctx, d_out: Tensor):
     x, *others = ctx.saved_tensors
     weights, adapters = others[:3], others[3:]
+    trains_weights = any(ctx.needs_input_grad[1])
     dx, *gradients = torch.ops.titan_sparse.chunked_mlp_backward(
-        d_out, x, weights, adapters, *ctx.settings
+        d_out, x, weights, adapters, *ctx.settings, trains_weights
     )
-    trains_weights = ctx.settings[1]
     d_weights = gradients if trains_weights else [None] * len(weights)
     d_adapters = [None] * len(adapters) if trains_weights else gradients
-    return dx, d_weights, d_adapters, None, None, None, None
+    return dx, d_weights, d_adapters, None, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

@@ -244,7 +244,7 @@ def export_weights(
     where old ones are deleted.
     """
     values = exported_config(config, str(dtype).removeprefix("torch."), source) | (entries or {})
-    written = {"config.json": _json_bytes(values), **(files or {})}
+    written = {"config.json": json_bytes(values), **(files or {})}
     with new_folder(folder, checkpoint) as incomplete:
         shapes = tensor_shapes(config)
         with torch.device("meta"):
@@ -265,11 +265,11 @@ def export_weights(
             file_of_tensor |= dict.fromkeys(tensors, file)
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": file_of_tensor}
-            written[INDEX_FILE] = _json_bytes(index)
+            written[INDEX_FILE] = json_bytes(index)
         write_files(written, incomplete)
 
 
-def _json_bytes(value: Any) -> bytes:
+def json_bytes(value: Any) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 

@@ -15,7 +15,7 @@ from titan_sparse.data.endings import text_ends
 from titan_sparse.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
 from titan_sparse.models.config import DecoderConfig
 from titan_sparse.models.flavours import resolve
-from titan_sparse.models.huggingface import export_weights, exported_config
+from titan_sparse.models.huggingface import export_weights, exported_config, json_bytes
 from titan_sparse.models.huggingface_config import read_object
 from titan_sparse.models.huggingface_files import files_to_copy
 from titan_sparse.models.lora import export_adapter, merged
@@ -70,7 +70,7 @@ def export(
     generation |= stop
     if tokenizer.padding != tokenizer.end_of_document:
         generation.setdefault("pad_token_id", tokenizer.padding)
-    files["generation_config.json"] = (json.dumps(generation, indent=2) + "\n").encode()
+    files["generation_config.json"] = json_bytes(generation)
     _raise_lengths(files, shape, model.initial_hf, length)
     read = functools.partial(read_into, checkpoint=checkpoint, alone=True, metadata=metadata)
     trained = getattr(torch, config.training.dtype)
@@ -125,7 +125,7 @@ def _base_files(model: Model, shape: DecoderConfig, out: str) -> dict[str, bytes
         # The weights are those of the base.
         needed.pop("dtype", None)
         needed.pop("torch_dtype", None)
-        files["config.json"] = (json.dumps(needed, indent=2) + "\n").encode()
+        files["config.json"] = json_bytes(needed)
     if needs:
         logger.warning(
             "before %s takes these adapters, it needs %s; titan-sparse export_hf --merge writes a "

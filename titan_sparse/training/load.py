@@ -148,7 +148,7 @@ def build_scorer(config: Config, checkpoint: str | None, tokenizer: Tokenizer) -
     """
     device = choose_device(config.training.device)
     dtype = getattr(torch, config.training.dtype)
-    model_config = resolve(**dataclasses.asdict(config.model))
+    model_config = resolve(**vars(config.model))
     if tokenizer.vocab_size > model_config.vocab_size:
         raise ValueError(
             f"the model has {model_config.vocab_size} tokens, data.tokenizer = {tokenizer_name(config)} "

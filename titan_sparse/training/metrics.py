@@ -51,8 +51,7 @@ class CapCount:
             return None
         means = sum(self.forwards) / len(self.forwards)
         self.forwards = []
-        dist.all_reduce(means)
-        return means.cpu() / dist.get_world_size()
+        return _mean_over_ranks(means).cpu()
 
 
 def asked_recall(attention: Attention) -> float | None:
@@ -241,17 +240,17 @@ _BY_LAYER = ("recall", "blocks_per_query", "verticals")
 
 def average_over_ranks(recorded: Recording, sequence_tokens: float) -> float:
     """Make a recording the mean over all ranks' data, in place, and return that of `sequence_tokens`."""
-
-    def mean(values: Tensor) -> Tensor:
-        values = values.double()
-        dist.all_reduce(values)
-        return values / dist.get_world_size()
-
-    for name in ("visited", *_BY_LAYER):
+    for name in ("visited", "visible", *_BY_LAYER):
         if layers := getattr(recorded, name):
-            setattr(recorded, name, list(mean(torch.stack(layers))))
-    recorded.visible = list(mean(torch.stack(recorded.visible)))
-    return mean(recorded.visible[0].new_tensor(sequence_tokens)).item()
+            setattr(recorded, name, list(_mean_over_ranks(torch.stack(layers))))
+    return _mean_over_ranks(recorded.visible[0].new_tensor(sequence_tokens)).item()
+
+
+def _mean_over_ranks(values: Tensor) -> Tensor:
+    """In float64. Collective; may change `values`."""
+    values = values.double()
+    dist.all_reduce(values)
+    return values / dist.get_world_size()
 
 
 def attention_averages(recorded: Recording) -> dict[str, float]:
@@ -284,10 +283,8 @@ def context_parallel_averages(recorded: Recording) -> dict[str, float]:
         "cp_gib_selection": recorded.bytes_of_selection / 2**30,
         "cp_sent_of_plain_ring": recorded.plain_ring_bytes / 2**30,
     }
-    sums = torch.tensor(list(values.values()), dtype=torch.float64)
-    sums = sums.to(recorded.work[0].device)
-    dist.all_reduce(sums)
-    means = dict(zip(values, (sums / dist.get_world_size()).tolist()))
+    of_rank = torch.tensor(list(values.values()), dtype=torch.float64)
+    means = dict(zip(values, _mean_over_ranks(of_rank.to(recorded.work[0].device)).tolist()))
     means["cp_sent_of_plain_ring"] = means["cp_gib_sent"] / means["cp_sent_of_plain_ring"]
     return means
 

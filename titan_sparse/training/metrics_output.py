@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_sparse.config import Config
+from titan_sparse.config.start import is_first_rank
 
 if TYPE_CHECKING:
     import wandb
@@ -126,7 +127,7 @@ def open_wandb(config: Config) -> "wandb.Run | None":
 
     Call it before any process group. Raises ValueError, one line, where wandb cannot begin.
     """
-    if config.metrics.trackers == "none" or os.environ.get("RANK", "0") != "0":
+    if config.metrics.trackers == "none" or not is_first_rank():
         return None
     # Only where asked for: it is optional.
     import wandb

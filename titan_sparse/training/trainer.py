@@ -1,7 +1,6 @@
 """A training run: its parts from top to bottom, then the loop."""
 
 import contextlib
-import dataclasses
 import functools
 import gc
 import logging
@@ -18,6 +17,7 @@ from titan_sparse.attention.observe import recording
 from titan_sparse.attention.recorder import counting_caps
 from titan_sparse.config import Config, changes, save, to_toml
 from titan_sparse.config.sources import tokenizer_name
+from titan_sparse.config.start import is_first_rank
 from titan_sparse.data import Batch
 from titan_sparse.estimate.constants import costs_of_run
 from titan_sparse.evaluation.scorer import Interrupted
@@ -78,7 +78,7 @@ class Trainer:
         # What may be refused comes first, before any process group exists.
         self.device = process_groups.choose_device(training.device)
         check_async_mode(config.checkpoint, self.device)
-        self.model_config = resolve(**dataclasses.asdict(config.model))
+        self.model_config = resolve(**vars(config.model))
         if config.float8.enable:
             check_float8(self.device)
         preflight.check_initial_weights(config, self.model_config)
@@ -111,7 +111,7 @@ class Trainer:
         )
 
         # Rank 0 owns the folder from here on, and all ranks meet.
-        if os.environ.get("RANK", "0") == "0":
+        if is_first_rank():
             lock_run(training.output_dir)
         wandb_run = open_wandb(config)
         torch.manual_seed(training.seed)

@@ -118,9 +118,7 @@ def test_neighbors_agree_on_every_hop(inter, intra):
     """What a rank sends is received by the next one, in the node or in the next node."""
     size = inter * intra
     needed = _needed(size, 0.3, size)
-    routes = []
-    for rank in range(size):
-        routes.append(route_of(inter, intra, rank, needed))
+    routes = [route_of(inter, intra, rank, needed) for rank in range(size)]
     hops_of_keys = hops_needed(needed, inter, intra)
     for rank, route in enumerate(routes):
         node, local_rank = divmod(rank, intra)

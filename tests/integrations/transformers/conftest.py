@@ -1,10 +1,8 @@
 """Every test begins with dense attention in blocks of BLOCK under the name "titan_sparse"."""
 
-from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from torch import Tensor
 
 from tests.integrations.transformers.families import BLOCK
 from titan_sparse.integrations.transformers import AttentionSettings, attention, register
@@ -16,14 +14,8 @@ def _registered(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture
-def attended(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
-    """The calls of attend() from here on: their tensors and options."""
-    calls = []
-    attend = attention.attend
-
-    def noted(*tensors: Tensor, **options: Any) -> Tensor:
-        calls.append(SimpleNamespace(tensors=tensors, options=options))
-        return attend(*tensors, **options)
-
-    monkeypatch.setattr(attention, "attend", noted)
-    return calls
+def attended(monkeypatch: pytest.MonkeyPatch) -> list:
+    """The calls of attend() from here on."""
+    attend = Mock(side_effect=attention.attend)
+    monkeypatch.setattr(attention, "attend", attend)
+    return attend.call_args_list

@@ -175,7 +175,7 @@ def test_the_prompt_is_sparse_and_the_answer_dense(cache, attended, monkeypatch)
     model = with_ours("llama", DEVICE).eval()
     options = {"max_new_tokens": 3, "do_sample": False, "disable_compile": True}
     model.generate(device_tokens(1, SEQ_LEN), cache_implementation=cache, **options)
-    prompts = [(call.tensors[0].shape[2], call.options["pattern"]) for call in attended]
+    prompts = [(call.args[0].shape[2], call.kwargs["pattern"]) for call in attended]
     assert prompts == [(SEQ_LEN, sparse)] * 2
     assert [call.args[1].shape[2] for call in decode.call_args_list] == [1] * 4
 

@@ -208,7 +208,7 @@ def test_autocast_computes_in_its_dtype(attended):
         ours = model(input_ids).logits
         model.set_attn_implementation("sdpa")
         wanted = model(input_ids).logits
-    assert {x.dtype for call in attended for x in call.tensors} == {torch.bfloat16}
+    assert {x.dtype for call in attended for x in call.args} == {torch.bfloat16}
     assert (ours - wanted).norm() < 0.02 * wanted.norm()
 
 

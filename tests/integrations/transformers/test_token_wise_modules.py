@@ -21,6 +21,7 @@ from tests.integrations.transformers.families import (
     transformers,
     with_ours,
 )
+from tests.refusals import refused
 from titan_sparse import ContextParallel
 from titan_sparse.attention.masks import Documents
 from titan_sparse.integrations.transformers import AttentionMask, AttentionSettings, register
@@ -130,12 +131,10 @@ def test_attention_that_is_not_ours_to_compute(name):
     with torch.device("meta"):
         model = causal_lm.from_config(config, attn_implementation="eager")
         # Some look up their class of attention by the name.
-        with pytest.raises((ValueError, KeyError), match="titan_sparse|write attn") as at_init:
+        with refused("titan_sparse|write attn", (ValueError, KeyError)):
             causal_lm.from_config(config, attn_implementation="titan_sparse")
-    with pytest.raises(ValueError, match='write attn_implementation="eager"') as later:
+    with refused('write attn_implementation="eager"'):
         model.set_attn_implementation("titan_sparse")
-    for error in (at_init, later):
-        assert "\n" not in str(error.value)
 
 
 def test_models_of_pictures_are_asked_about_their_text():

@@ -21,9 +21,7 @@ from tests.integrations.transformers.trainer_runs import (  # noqa: E402
     tiny_model,
 )
 from titan_sparse.integrations.transformers import AttentionSettings, register  # noqa: E402
-from titan_sparse.integrations.transformers.context_parallel import (  # noqa: E402
-    ContextParallelTrainer,
-)
+from titan_sparse.integrations.transformers.context_parallel import ContextParallelTrainer  # noqa: E402
 
 
 class LongSFTTrainer(ContextParallelTrainer, trl.SFTTrainer):

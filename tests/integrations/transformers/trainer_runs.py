@@ -14,21 +14,12 @@ from accelerate.utils import DistributedType
 from peft import LoraConfig, get_peft_model
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset
-from transformers import (
-    DataCollatorWithFlattening,
-    PreTrainedModel,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import DataCollatorWithFlattening, PreTrainedModel, Trainer, TrainingArguments
 
 from tests.distributed import run_processes
 from tests.integrations.transformers.families import with_ours
 from titan_sparse.attention.patterns import Pattern, VerticalSlash
-from titan_sparse.integrations.transformers import (
-    AttentionSettings,
-    keep_attention,
-    register,
-)
+from titan_sparse.integrations.transformers import AttentionSettings, keep_attention, register
 from titan_sparse.integrations.transformers.context_parallel import (
     ContextParallelConfig,
     ContextParallelTrainer,
@@ -85,8 +76,7 @@ def tiny_model(tied: bool = False) -> PreTrainedModel:
     windows = {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 1}
     # The embedding of a padding token would be 0, by which DoRA divides.
     settings = {"vocab_size": VOCAB, "pad_token_id": None, "tie_word_embeddings": tied}
-    model = with_ours("qwen3", **windows, **settings)
-    return model
+    return with_ours("qwen3", **windows, **settings)
 
 
 def arguments(folder: Path | str, kind: type = TrainingArguments, **changes: Any) -> Any:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from tests.refusals import refused
 from tests.training.checkpoint.helpers import Run, flip_bit, names_in, write_sums
 from titan_sparse.config import Refusal
 from titan_sparse.training.checkpoint import reader
@@ -66,9 +67,9 @@ def test_values_run_nothing(tmp_path, checkpoint, monkeypatch):
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
     write_sums(checkpoint)
     verify(checkpoint)
-    with pytest.raises(Refusal, match="no checkpoint in .* is whole") as caught:
+    with refused("no checkpoint in .* is whole", Refusal):
         Run(tmp_path / "run").checkpointer.load()
-    assert "\n" not in str(caught.value) and not (tmp_path / "ran").exists()
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(

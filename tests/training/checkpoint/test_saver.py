@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from tests.distributed import forkserver, on_ranks
+from tests.refusals import refused
 from tests.training.checkpoint.helpers import (
     FullFile,
     Run,
@@ -128,7 +129,7 @@ def test_a_full_disk_is_one_line(alone, tmp_path, monkeypatch, how):
     monkeypatch.setattr(saver, "HashedFile", FullFile)
     run.step()
     text = r"step-2 could not be saved: no space left .* needs 4.02e-07 GiB"
-    with pytest.raises(SaveError, match=text) as caught:
+    with refused(text, SaveError):
         run.checkpointer.save(2)
         deadline = time.monotonic() + 10
         while how == "at the next step" and time.monotonic() < deadline:
@@ -137,7 +138,6 @@ def test_a_full_disk_is_one_line(alone, tmp_path, monkeypatch, how):
         if how == "at the next save":
             run.checkpointer.save(3)
         run.checkpointer.close()
-    assert "\n" not in str(caught.value)
     run.checkpointer.close()
     assert names_in(run.folder) == {"step-1"}
     assert same(resumed(tmp_path).state(), wanted)

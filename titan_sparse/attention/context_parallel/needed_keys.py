@@ -7,12 +7,7 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention.call import AttentionCall
-from titan_sparse.attention.masks.ranges import (
-    Causal,
-    MaskRanges,
-    once_per_mask,
-    token_positions,
-)
+from titan_sparse.attention.masks.ranges import Causal, MaskRanges, once_per_mask, token_positions
 from titan_sparse.attention.masks.visibility import block_reach, reached, seen_blocks, seen_chunks
 from titan_sparse.attention.patterns.base import BlockIndex
 

@@ -25,8 +25,6 @@ def gather(call: AttentionCall, k: Tensor, v: Tensor) -> Pending:
         return Pending(call.vertical_kv)
     # [B, Hq, C], global positions; seq_len where a head has fewer
     positions = call.index.verticals
-    if positions.shape[-1] == 0:
-        return Pending(k.new_empty(2, *positions.shape, k.shape[-1]))
     key = ("local position", call.cp.key)
     lookup = once_per_mask(call.mask, key, lambda: call.cp.local_lookup(call.mask))
     gather_here = kernel.gather_verticals if _has_kernels(k) else kernel.gather_verticals_naive

@@ -25,7 +25,7 @@ from titan_sparse.attention.masks.ranges import Mask, MaskRanges, token_position
 from titan_sparse.attention.masks.visibility import block_reach, reached
 from titan_sparse.attention.patterns.flex_mask import flex_block_mask
 from titan_sparse.kernels import compact as compact_kernels
-from titan_sparse.kernels.block_sparse import ChosenChunks, Tiles, chosen_bits
+from titan_sparse.kernels.block_sparse import ChosenChunks, Tiles, chosen_bits, chosen_keys
 from titan_sparse.options.patterns import DenseOptions, PatternOptions
 
 
@@ -149,21 +149,28 @@ class BlockIndex:
         """The tensors that custom ops pass on and activation checkpointing keeps; Pattern.index() reads them."""
         return []
 
+    def selected_keys(self, q_positions: Tensor) -> Tensor:
+        """bool [B, Hq, n, S]: the keys of queries (global positions, int [n]), where the mask allows
+        them."""
+        chosen = self.chosen_chunks(q_positions)
+        if chosen is not None:
+            position = torch.arange(self.seq_len, device=q_positions.device)
+            return chosen_keys(chosen, position.view(1, 1, -1))
+        in_blocks = self.selects(q_positions // self.block_size, self.all_blocks())
+        in_blocks = in_blocks.repeat_interleave(self.block_size, dim=-1)[..., : self.seq_len]
+        # One place more takes the filling of `verticals`.
+        is_vertical = in_blocks.new_zeros(*self.verticals.shape[:2], self.seq_len + 1)
+        is_vertical.scatter_(2, self.verticals.long().clamp(max=self.seq_len), True)
+        return in_blocks | is_vertical[:, :, None, :-1]
+
     def dense(self, mask: Mask) -> Tensor:
         """bool [B, Hq, S, S] in global order: exactly the pairs that attend() computes.
 
         For tests and pictures.
         """
         device = self.verticals.device
-        blocks = self.all_blocks()
-        token_block = torch.arange(self.seq_len, device=device) // self.block_size
-        in_blocks = self.selects(blocks, blocks)[..., token_block, :][..., token_block]
-        batch, heads = self.verticals.shape[:2]
-        # One place more takes the filling of `verticals`.
-        is_vertical = torch.zeros(batch, heads, self.seq_len + 1, dtype=torch.bool, device=device)
-        is_vertical.scatter_(2, self.verticals.long().clamp(max=self.seq_len), True)
-        visible = mask.dense(self.seq_len, device)[:, None]
-        return (in_blocks | is_vertical[:, :, None, : self.seq_len]) & visible
+        position = torch.arange(self.seq_len, device=device)
+        return self.selected_keys(position) & mask.dense(self.seq_len, device)[:, None]
 
     def block_mask(self, mask: Mask | MaskRanges) -> BlockMask:
         """[B, Hq, S, S] for flex_attention(q, k, v, block_mask=..., enable_gqa=True), in global order:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
-from titan_sparse.attention.masks.ranges import Mask, MaskRanges, once_per_mask, token_positions
+from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask, token_positions
 from titan_sparse.attention.patterns.base import (
     BlockIndex,
     Computation,
@@ -37,7 +37,7 @@ from titan_sparse.attention.patterns.spans import (
     spans_of_blocks,
 )
 from titan_sparse.kernels import gathered
-from titan_sparse.kernels.block_sparse import ChosenChunks, Piece, Tiles, chosen_bits, chosen_keys
+from titan_sparse.kernels.block_sparse import ChosenChunks, Piece, Tiles, chosen_bits
 from titan_sparse.kernels.block_sparse.piece import mapped
 from titan_sparse.kernels.compact import pack, unpack
 from titan_sparse.kernels.dtypes import accumulation_dtype
@@ -118,13 +118,6 @@ class MoBAIndex(BlockIndex):
 
     def tensors(self) -> list[Tensor]:
         return [self.words, self.any_words, self.all_words]
-
-    def dense(self, mask: Mask) -> Tensor:
-        device = self.words.device
-        position = torch.arange(self.seq_len, device=device)
-        # [B, Hq, S, S]
-        chosen = chosen_keys(self.chosen_chunks(position), position.view(1, 1, -1))
-        return chosen & mask.dense(self.seq_len, device)[:, None]
 
     def pairs(self, ranges: MaskRanges, q_blocks: Tensor, parts: Sequence[Tensor]) -> Tensor:
         # Exact: the chosen chunks are intersected with what the mask shows each query.

@@ -27,10 +27,7 @@ from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.integrations.transformers.chunked_loss import chunk_loss
 from titan_sparse.integrations.transformers.masks import check_block_size, settings_of
 from titan_sparse.integrations.transformers.refusals import check_modules, check_rope
-from titan_sparse.integrations.transformers.sharding import (
-    shard_batch,
-    shifted_labels,
-)
+from titan_sparse.integrations.transformers.sharding import shard_batch, shifted_labels
 from titan_sparse.loss import IGNORE_INDEX
 
 __all__ = ["ContextParallelConfig", "ContextParallelTrainer", "chunk_loss", "shard_batch"]
