@@ -142,6 +142,25 @@ def test_what_cannot_be_generated_is_refused(model, capsys, words, reason):
     assert reason in error_of(capsys, main, str(model), *words, "--training.device=cpu")
 
 
+def test_options_may_stand_before_the_prompt(model, capsys):
+    """The value of a key is not taken for the folder or the prompt, nor is the prompt for a value."""
+    words = [str(model), PROMPT, "--tokens=4"]
+    wanted = _printed(capsys, *words)
+    for key in (
+        ["--config", str(model.parent / "none.toml")],
+        ["--data.tokenizer", "none"],
+        ["--data.sourc=a b"],
+        ["--validation.every", "x"],
+    ):
+        refusals = {
+            error_of(capsys, main, *words[:place], *key, *words[place:]) for place in range(4)
+        }
+        assert len(refusals) == 1 and PROMPT not in refusals.pop()
+    for key in (["--data.add_bos"], ["--data.add_bos", "true"], ["--training.dtype", "float32"]):
+        for place in range(4):
+            assert _printed(capsys, *words[:place], *key, *words[place:]) == wanted
+
+
 def test_folders_that_lack_what_is_needed_are_refused(model, tmp_path, capsys):
     def refusal(*words: str) -> str:
         return error_of(capsys, main, str(tmp_path), "a", "--training.device=cpu", *words)
