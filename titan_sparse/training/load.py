@@ -11,10 +11,16 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from titan_sparse.attention import ContextParallel
-from titan_sparse.config import ActivationCheckpoint, Compile, Config, world_from_environment
+from titan_sparse.config import (
+    ActivationCheckpoint,
+    Compile,
+    Config,
+    Data,
+    world_from_environment,
+)
 from titan_sparse.config.changes import read_saved
 from titan_sparse.config.reading import load_config
-from titan_sparse.config.sources import single_source, tokenizer_name
+from titan_sparse.config.sources import single_source, source_formats, tokenizer_name
 from titan_sparse.data.tokenizer import SampleFormat, Tokenizer
 from titan_sparse.evaluation.scorer import Scorer
 from titan_sparse.models.build import build_decoder
@@ -45,6 +51,9 @@ from titan_sparse.training.preflight import alike, build_adapters, check_base, r
 
 _NAMES = ("embed_tokens.", "layers.", "norm.", "lm_head.")
 """What the names of a decoder's tensors begin with; a checkpoint holds the optimizer's too."""
+
+_PROMPTS = "prompts"
+"""data.source where none is read."""
 
 
 def load_for_evaluation(
@@ -85,13 +94,22 @@ def load_for_evaluation(
         setattr(config.attention, key, getattr(defaults.attention, key))
     for section in "activation_checkpoint float8 compile optimizer validation checkpoint".split():
         setattr(config, section, getattr(defaults, section))
+    data = config.data
     if reads_text:
-        data = config.data
         data.source = single_source(data.source, "data.source", data.format)
+    elif (data.chat_template or data.chat_template_kwargs) and not _has_chats(data):
+        # Of prompts, also where the texts of the run were no chats.
+        kept = ("tokenizer", "other_tokenizer", "add_bos", "chat_template", "chat_template_kwargs")
+        values = {name: getattr(data, name) for name in kept}
+        config.data = Data(source=_PROMPTS, format="messages", **values)
     # Each window and each prompt is of one document.
     config.data.sequences = "fixed"
     config.training.mlp_chunk_tokens = 0
     return config
+
+
+def _has_chats(data: Data) -> bool:
+    return set(source_formats(data).values()) != {"text"}
 
 
 def _was_begun(checkpoint: str) -> bool:

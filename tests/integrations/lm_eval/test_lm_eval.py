@@ -411,6 +411,30 @@ def test_several_ranks_answer_as_one(tmp_path):
     run_processes(2, _on_two_ranks, tmp_path)
 
 
+def test_chats_are_written_as_in_training(tmp_path):
+    """The template and variables of the configuration, and not those beside the tokenizer."""
+    folder = write_folder(tmp_path / "model")
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ bos_token }}{{ kind }}" + TEMPLATE.replace("[{{", "<{{"))
+    written = f'[data]\nchat_template = "{template}"\n'
+    kind = 'chat_template_kwargs = \'{"kind": "new"}\'\n'
+    chat = [{"role": "user", "content": "a"}]
+    for more, variables in (("", {}), (kind, {"kind": "new"})):
+        (tmp_path / "run.toml").write_text(written + more)
+        ours = TitanSparseLM(
+            pretrained=str(folder), config=str(tmp_path / "run.toml"), device="cpu"
+        )
+        theirs = ours.tokenizer.apply_chat_template(
+            chat,
+            chat_template=template.read_text(),
+            tokenize=False,
+            add_generation_prompt=True,
+            **variables,
+        )
+        assert ours.apply_chat_template(chat) == theirs
+        assert ours.chat_template(True) == template.read_text()
+
+
 def test_a_run_sparse_and_dense(tmp_path):
     """Its newest checkpoint or a step, with its config.toml, tokenizer and pattern."""
     write_texts(tmp_path / "texts")

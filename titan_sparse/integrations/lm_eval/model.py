@@ -25,9 +25,11 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from titan_sparse.config import Config, Refusal, check, world_from_environment
+from titan_sparse.config.checking import chat_template_kwargs
 from titan_sparse.config.reading import require
 from titan_sparse.config.sources import tokenizer_name
-from titan_sparse.data.tokenizer import open_tokenizer, read_tokenizer
+from titan_sparse.data.chat_template import as_prepared, run_texts
+from titan_sparse.data.tokenizer import Tokenizer, open_tokenizer, read_tokenizer
 from titan_sparse.evaluation.generation import Stop, generate
 from titan_sparse.evaluation.scorer import Sequence
 from titan_sparse.loss import IGNORE_INDEX
@@ -116,7 +118,9 @@ class TitanSparseLM(TemplateLM):
                 'lm_eval needs a tokenizer.json, not data.tokenizer = "bytes"; write tokenizer=FOLDER',
             )
             self.tokenizer = read_tokenizer(name)
-            self.scorer = build_scorer(self.config, step, open_tokenizer(self.config))
+            own = open_tokenizer(self.config)
+            self._use_template(own)
+            self.scorer = build_scorer(self.config, step, own)
             self.ends = self.scorer.ends
         except (ValueError, OSError) as error:
             raise Refusal(str(error)) from error
@@ -129,14 +133,21 @@ class TitanSparseLM(TemplateLM):
         if dist.get_rank() != 0:
             self._rank = _Silent()
 
-    # HFLM's own, which read tokenizer, add_bos_token, and the two that are constant here.
+    # HFLM's own, which read tokenizer, add_bos_token, chat_template_args, and the one that is constant here.
     custom_prefix_token_id = None
-    chat_template_args: dict[str, Any] = {}
     eot_token_id = HFLM.eot_token_id
     prefix_token_id = HFLM.prefix_token_id
     tokenizer_name = HFLM.tokenizer_name
     tok_encode = HFLM.tok_encode
     apply_chat_template = HFLM.apply_chat_template
+
+    def _use_template(self, tokenizer: Tokenizer) -> None:
+        """Chats are as in training, also where another folder than the tokenizer's has the template."""
+        data = as_prepared(self.config.data)
+        self.chat_template_args = chat_template_kwargs(data)
+        texts = run_texts(data, self.config.model.initial_hf, tokenizer)
+        if texts:
+            self.tokenizer.chat_template = texts if len(texts) > 1 else texts["default"]
 
     # What is asked
 
