@@ -290,6 +290,13 @@ def test_no_group_of_processes_is_needed_to_refuse(tmp_path):
         ({"checkpoint": folder}, "holds no complete checkpoint"),
         ({"pretrained": folder, "attention": "sparse"}, 'write "dense", or leave it out'),
         ({"pretrained": folder, "batch_size": "auto"}, "batch_size = auto is not a positive"),
+        (
+            {"pretrained": folder, "max_length": 0},
+            "max_length = 0 is not a number of tokens; write",
+        ),
+        ({"pretrained": folder, "max_length": -1}, "max_length = -1 is not a number of tokens"),
+        ({"pretrained": folder, "max_length": "long"}, "write for example 4096 or 128k"),
+        ({"pretrained": folder, "add_bos_token": "no"}, "add_bos_token = no is neither true nor"),
         ({"pretrained": folder, "attention.patern": "moba"}, "attention.pattern"),
         ({"pretrained": folder, "device": "gpu"}, "training.device"),
     ):
@@ -311,6 +318,13 @@ def test_what_a_task_asks_and_is_not_there_is_refused(pair):
         ask(ours, "loglikelihood", [("x", "y" * 65)])
     with refused("a choice or target of the task has no tokens"):
         ask(ours, "loglikelihood", [("x", "")])
+
+
+def test_max_length_is_written_as_elsewhere(tmp_path):
+    folder = write_folder(tmp_path / "model")
+    ours = TitanSparseLM(pretrained=folder, device="cpu", max_length="1k")
+    assert ours.max_length == 1024
+    assert len(ask(ours, "loglikelihood", [("x" * 1500, "y")])) == 1
 
 
 def test_device_of_lm_eval(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 All ranks run rank 0's requests, and rank 0 reports.
 """
 
+import contextlib
 import itertools
 import logging
 import os
@@ -26,7 +27,7 @@ from tqdm import tqdm
 
 from titan_sparse.config import Config, Refusal, check, world_from_environment
 from titan_sparse.config.checking import chat_template_kwargs
-from titan_sparse.config.reading import require
+from titan_sparse.config.reading import require, tokens
 from titan_sparse.config.sources import tokenizer_name
 from titan_sparse.data.chat_template import as_prepared, run_texts
 from titan_sparse.data.tokenizer import Tokenizer, open_tokenizer, read_tokenizer
@@ -79,7 +80,7 @@ class TitanSparseLM(TemplateLM):
         attention: str | None = None,
         device: str | None = None,
         batch_size: int | str = 1,
-        max_length: int | None = None,
+        max_length: int | str | None = None,
         add_bos_token: bool | None = None,
         **keys: Any,
     ) -> None:
@@ -91,20 +92,25 @@ class TitanSparseLM(TemplateLM):
         device: "cpu", "cuda", or in one process "cuda:N"; "cuda:0" is the CPU where no GPU is.
         add_bos_token: whether texts begin with the token that the tokenizer puts there; by default as
         in training.
-        max_length: tokens; longer requests lose their beginning, as in HFLM. By default the larger
-        of the model's max_position_embeddings and the run's training.seq_len.
+        max_length: tokens, such as 4096 or "128k"; longer requests lose their beginning, as in HFLM.
+        By default the larger of the model's max_position_embeddings and the run's training.seq_len.
         keys: of the configuration, such as "parallelism.cp" or "attention.pattern".
 
         Joins the process group of torchrun. Raises Refusal, before it where possible.
         """
         super().__init__()
         if tokenizer is not None:
-            keys["data.tokenizer"] = tokenizer
+            keys["data.tokenizer"] = str(tokenizer)
         if device == "cuda:0":
             # What lm_eval writes where --device is not given: as in HFLM, a GPU if there is one.
             keys.setdefault("training.device", "auto")
         elif device is not None:
             keys["training.device"] = _choose_gpu(device)
+        most = _length(max_length) if max_length is not None else 0
+        require(
+            add_bos_token in (None, True, False),
+            f"add_bos_token = {add_bos_token} is neither true nor false; write one of them",
+        )
         require(
             str(batch_size).isdecimal() and int(batch_size) > 0,
             f"batch_size = {batch_size} is not a positive integer; write for example 1",
@@ -126,8 +132,8 @@ class TitanSparseLM(TemplateLM):
             raise Refusal(str(error)) from error
         as_trained = self.config.data.add_bos
         self.add_bos_token = as_trained if add_bos_token is None else add_bos_token
-        self.max_length = max_length or self.scorer.model_config.max_positions
-        if not max_length and (checkpoint or config):
+        self.max_length = most or self.scorer.model_config.max_positions
+        if not most and (checkpoint or config):
             self.max_length = max(self.max_length, self.config.training.seq_len)
         self._device = self.scorer.device
         if dist.get_rank() != 0:
@@ -343,6 +349,18 @@ class TitanSparseLM(TemplateLM):
         return Sequence(whole[:-1], labels)
 
 
+def _length(max_length: int | str) -> int:
+    """The argument max_length as a number. Raises ConfigError."""
+    length = 0
+    with contextlib.suppress(ValueError):
+        length = tokens(str(max_length))
+    require(
+        length > 0,
+        f"max_length = {max_length} is not a number of tokens; write for example 4096 or 128k",
+    )
+    return length
+
+
 def _choose_gpu(name: str) -> str:
     """training.device of lm_eval's --device; the GPU of cuda:N is the current one from now on."""
     kind, _, number = name.partition(":")
@@ -383,7 +401,8 @@ def _settings(
     if checkpoint is not None:
         step = find_checkpoint(checkpoint)
         config = config or find_config(checkpoint)
-    words = [] if config is None else ["--config", config]
+    words = [] if config is None else ["--config", str(config)]
+    pretrained = None if pretrained is None else str(pretrained)
     dense = attention == "dense"
     if config is None:
         # No configuration says how the model was trained.
