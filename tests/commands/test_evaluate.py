@@ -17,7 +17,8 @@ from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import MoBA, VerticalSlash, XAttention
 from titan_sparse.commands import inspect
 from titan_sparse.commands.evaluate import main, parse
-from titan_sparse.config import Attention, save
+from titan_sparse.config import Attention, Data, save
+from titan_sparse.data.shards import FORMATS
 from titan_sparse.evaluation.inspection import SHARES, TOP_K, curve, inspect_layer, keys_of_rows
 
 SMALL = "--lengths 440 --samples 3 --buckets 4"
@@ -154,6 +155,45 @@ def test_ranks_of_this_launch_take_the_place_of_others(
     if shared < trained:
         with refused("does not fit"):
             parse([*words, "--lengths", "128", "--parallelism.cp", str(trained)])
+
+
+CHATS = {"data__format": "messages", "data__loss_on": "all"}
+
+
+@pytest.mark.parametrize(
+    ("of_run", "words", "reset"),
+    [
+        ({"data__text_field": "body"}, "--data.source python", "text_field"),
+        ({"data__split": "test"}, "--data.source b.jsonl", "split"),
+        (CHATS, "--data.source a --data.format text", "loss_on"),
+        (
+            CHATS | {"data__source": "a:1, b:1", "data__format": "text, messages"},
+            "--data.source a --data.format text",
+            "loss_on",
+        ),
+        (
+            {"data__source": "python:1, b.jsonl:1", "data__join_packages": True},
+            "--data.source b.jsonl",
+            "join_packages",
+        ),
+        (CHATS, "--data.source {}/prepared", "loss_on"),
+        ({"data__split_special_tokens": True}, "--data.source {}/prepared", "split_special_tokens"),
+    ],
+)
+def test_another_text_does_not_need_the_options_of_the_runs(of_run, words, reset, tmp_path):
+    """They are those of other sources. On the command line they are refused."""
+    if "prepared" in words:
+        (tmp_path / "prepared").mkdir()
+        (tmp_path / "prepared/meta.json").write_text(json.dumps({"format": FORMATS[-1]}))
+    save(tiny_config(tmp_path, "run", model__flavour="debug", **of_run), tmp_path / "run")
+    of_run = ["--config", str(tmp_path / "run/config.toml"), "--checkpoint", str(tmp_path / "run")]
+    of_run += words.format(tmp_path).split()
+    _, config = parse(of_run)
+    assert getattr(config.data, reset) == getattr(Data(), reset)
+    if reset in ("text_field", "loss_on", "join_packages") and "prepared" not in words:
+        given = {"text_field": "body", "loss_on": "all", "join_packages": "true"}[reset]
+        with refused(f"data.{reset} = .* would be ignored"):
+            parse([*of_run, f"--data.{reset}", given])
 
 
 # Inspection

@@ -21,7 +21,7 @@ from tests.data.helpers import (
     write_tokenizer,
 )
 from titan_sparse.commands.prepare_data import main
-from titan_sparse.config import Config, Data
+from titan_sparse.config import Config, Data, save
 from titan_sparse.data import stream
 from titan_sparse.data.chat_template import exported_files, load_template
 from titan_sparse.data.documents import open_documents
@@ -32,6 +32,7 @@ from titan_sparse.data.shards import TokenShards
 from titan_sparse.data.stream import first_fit
 from titan_sparse.data.tokenizer import load_tokenizer
 from titan_sparse.training import validation
+from titan_sparse.training.load import load_for_evaluation
 
 SEQ_LEN = 200
 ANSWERS = [3, 60, 10, 400, 25, 90, 5, 130, 40, 2, 75, 33, 8, 110, 20]
@@ -185,6 +186,11 @@ def test_prepared_chats_keep_their_template_and_variables(tmp_path, chats_of):
     config.validation.source = data.source
     encoded = open_documents(validation._data(config), tokenizer)[0]
     assert tokenizer.spell(encoded.tokens).startswith("!<|start|>")
+
+    save(config, tmp_path / "run")
+    words = ["--config", f"{tmp_path}/run/config.toml", "--data.source", data.source]
+    evaluated = load_for_evaluation(words, None, dense=False)
+    assert encoded.tokens.tolist() == open_documents(evaluated.data, tokenizer)[0].tokens.tolist()
 
     text = tmp_path / "texts.jsonl"
     write_rows(text, [{"text": "a text"}])

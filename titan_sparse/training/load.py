@@ -19,8 +19,17 @@ from titan_sparse.config import (
     world_from_environment,
 )
 from titan_sparse.config.changes import read_saved
+from titan_sparse.config.checking import ignored_options
 from titan_sparse.config.reading import load_config
-from titan_sparse.config.sources import single_source, source_formats, tokenizer_name
+from titan_sparse.config.sources import (
+    single_source,
+    source_formats,
+    source_weights,
+    tokenizer_name,
+)
+from titan_sparse.data.chat_template import as_prepared
+from titan_sparse.data.documents import ROW_OPTIONS
+from titan_sparse.data.shards import is_prepared
 from titan_sparse.data.tokenizer import SampleFormat, Tokenizer
 from titan_sparse.evaluation.scorer import Scorer
 from titan_sparse.models.build import build_decoder
@@ -97,6 +106,7 @@ def load_for_evaluation(
     data = config.data
     if reads_text:
         data.source = single_source(data.source, "data.source", data.format)
+        _leave_out_others(config, words)
     elif (data.chat_template or data.chat_template_kwargs) and not _has_chats(data):
         # Of prompts, also where the texts of the run were no chats.
         kept = ("tokenizer", "other_tokenizer", "add_bos", "chat_template", "chat_template_kwargs")
@@ -106,6 +116,28 @@ def load_for_evaluation(
     config.data.sequences = "fixed"
     config.training.mlp_chunk_tokens = 0
     return config
+
+
+def _leave_out_others(config: Config, words: list[str]) -> None:
+    """Resets what the run's file says of other sources than data.source. What `words` say stays, and is
+    refused where it does nothing."""
+    data = config.data
+    given = {word.removeprefix("--").partition("=")[0] for word in words}
+    file = words[:2] if words[:1] == ["--config"] else []
+    trained = load_config(file).data
+    others = [key.removeprefix("data.") for key, _ in ignored_options(config, "data")]
+    if data.source not in source_weights(trained.source):
+        others += ["subset", "split"]
+        if is_prepared(data.source):
+            others += ["format", *ROW_OPTIONS, "split_special_tokens"]
+    for name in others:
+        if f"data.{name}" not in given:
+            setattr(data, name, getattr(Data(), name))
+    if data.format != "text" and not is_prepared(data.source) and not data.chat_template:
+        # Chats are written as in training, also where those were prepared.
+        made = as_prepared(trained)
+        data.chat_template = made.chat_template
+        data.chat_template_kwargs = data.chat_template_kwargs or made.chat_template_kwargs
 
 
 def _has_chats(data: Data) -> bool:
