@@ -106,6 +106,7 @@ def test_what_does_not_fit_a_run_is_refused_before_any_process_group(folder, cap
 EVALUATE = {
     "--tasks ruler": "lm_eval --model titan_sparse --tasks ruler --model_args checkpoint=",
     "--lengths 4kb": '--lengths = "4kb" are no lengths',
+    "--stride half": "--stride: half is not a number of tokens; write for example 4096 or 4k",
     "--samples 0": "--samples: 0 is too small",
     "--buckets 441": "--buckets 441 is above 440",
     "--tasks needle": "--buckets would be ignored with --tasks needle; leave it out",
@@ -118,6 +119,7 @@ EVALUATE = {
 INSPECT = {
     "--layers 0,99": '--layers = "0,99" are not layers',
     "--rows 0": "--rows: 0 is too small",
+    "--length -1": "--length: -1 is not a number of tokens",
     "--length 20": "--length 20 is below two blocks",
     "--parallelism.cp 2": "one process inspects the whole",
     "": "holds no complete checkpoint",
@@ -194,6 +196,19 @@ def test_another_text_does_not_need_the_options_of_the_runs(of_run, words, reset
         given = {"text_field": "body", "loss_on": "all", "join_packages": "true"}[reset]
         with refused(f"data.{reset} = .* would be ignored"):
             parse([*of_run, f"--data.{reset}", given])
+
+
+def test_other_weights_and_patterns_than_those_that_are_evaluated_are_refused(tmp_path):
+    """On the command line. Those of a run's file are left out, and so is what only training reads."""
+    config = tiny_config(tmp_path, "run", model__flavour="debug", attention__pattern="moba")
+    save(config, tmp_path / "run")
+    of_run = ["--config", str(tmp_path / "run/config.toml"), "--optimizer.lr=1"]
+    _, config = parse([*of_run, "--checkpoint=run", "--attention=dense"])
+    assert config.attention.pattern == "dense"
+    with refused('attention.pattern = "xattention" would be ignored, as attention is dense; leave'):
+        parse([*of_run, "--checkpoint=run", "--attention=dense", "--attention.pattern=xattention"])
+    with refused('model.initial_hf = "a" would be ignored, as the weights are those of "b"; leave'):
+        parse([*of_run, "--hf=b", "--model.initial_hf=a"])
 
 
 # Inspection

@@ -1,6 +1,7 @@
 """The commands of titan-sparse, a module each with main(words). It returns the exit status."""
 
 import argparse
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from titan_sparse.options.extras import need_here
 
 need_here("train")
 
-from titan_sparse.config.reading import KINDS
+from titan_sparse.config.reading import KINDS, tokens
 from titan_sparse.options.values import plain
 
 
@@ -69,6 +70,16 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text} is too small; write 1 or more")
     return int(text)
+
+
+def in_tokens(text: str) -> int:
+    """An argparse type: tokens, such as 4096 or 4k."""
+    with contextlib.suppress(ValueError):
+        if (number := tokens(text)) >= 0:
+            return number
+    raise argparse.ArgumentTypeError(
+        f"{text} is not a number of tokens; write for example 4096 or 4k"
+    )
 
 
 def refuses(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:

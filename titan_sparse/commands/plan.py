@@ -24,9 +24,9 @@ from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges, S
 from titan_sparse.attention.masks.slices import sliding_window
 from titan_sparse.attention.observe import worker_imbalance
 from titan_sparse.attention.patterns import BlockIndex
-from titan_sparse.commands import parser_of, positive, refuses
+from titan_sparse.commands import in_tokens, parser_of, positive, refuses
 from titan_sparse.config import Config, check, load, padding_multiple, resolve_overlap_stages
-from titan_sparse.config.reading import require, tokens
+from titan_sparse.config.reading import require
 from titan_sparse.estimate.constants import costs_of, costs_of_run, load_constants, shape_of
 from titan_sparse.estimate.indexes import load_indexes, ragged_lengths, random_index
 from titan_sparse.estimate.planner import LayerPlan, LayerWork, Setting, count, plan_layer
@@ -121,7 +121,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config, list[tuple[str,
         help="lengths of packed documents, or: ragged, most under 1K tokens, the longest a quarter "
         "of the sequence; default: one long document",
     )
-    add("--seq-len", type=tokens, help="tokens; default: training.seq_len, or the index's")
+    add("--seq-len", type=in_tokens, help="tokens; default: training.seq_len, or the index's")
     add("--layout", nargs="+", choices=ALL_LAYOUTS, help="default: attention.layout")
     schedules = ["auto", *SCHEDULES]
     add("--schedule", nargs="+", choices=schedules, help="default: attention.schedule")

@@ -4,6 +4,7 @@ folder."""
 import dataclasses
 import math
 import os
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from titan_sparse.config import (
 )
 from titan_sparse.config.changes import read_saved
 from titan_sparse.config.checking import ignored_options
-from titan_sparse.config.reading import load_config
+from titan_sparse.config.reading import KINDS, load_config, require
 from titan_sparse.config.sources import (
     single_source,
     source_formats,
@@ -40,6 +41,7 @@ from titan_sparse.models.huggingface import check_weights, load_weights, tensor_
 from titan_sparse.models.huggingface_files import local_folder
 from titan_sparse.models.initialization import initialize
 from titan_sparse.models.lora import adapter_shapes, add_adapters
+from titan_sparse.options.values import show
 from titan_sparse.training.attention import (
     build_attends,
     build_context_parallel,
@@ -80,6 +82,7 @@ def load_for_evaluation(
     so that it cannot conflict with another mesh.
     """
     config = load_config(words)
+    asked = {key: attrgetter(key)(config) for key in _given(words) & KINDS.keys()}
     if hf:
         config.model.initial_hf = local_folder(hf, "model", weights=True)
     if checkpoint and not any(word.startswith("--data.add_bos") for word in words):
@@ -115,14 +118,27 @@ def load_for_evaluation(
     # Each window and each prompt is of one document.
     config.data.sequences = "fixed"
     config.training.mlp_chunk_tokens = 0
+    reasons = {
+        "attention.pattern": "attention is dense",
+        "model.initial_hf": f"the weights are those of {show(hf)}",
+    }
+    for key, reason in reasons.items():
+        require(
+            attrgetter(key)(config) == asked.get(key, attrgetter(key)(config)),
+            f"command line: {key} = {show(asked.get(key))} would be ignored, as {reason}; leave it out",
+        )
     return config
+
+
+def _given(words: list[str]) -> set[str]:
+    return {word[2:].partition("=")[0] for word in words if word.startswith("--")}
 
 
 def _leave_out_others(config: Config, words: list[str]) -> None:
     """Resets what the run's file says of other sources than data.source. What `words` say stays, and is
     refused where it does nothing."""
     data = config.data
-    given = {word.removeprefix("--").partition("=")[0] for word in words}
+    given = _given(words)
     file = words[:2] if words[:1] == ["--config"] else []
     trained = load_config(file).data
     others = [key.removeprefix("data.") for key, _ in ignored_options(config, "data")]
