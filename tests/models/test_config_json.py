@@ -305,8 +305,19 @@ def test_fewer_layers_with_random_weights(tmp_path):
     config = resolve("debug", initial_hf=folder, random_weights=True, layers=5)
     assert config.windows == (4096, 4096, 4096, 0, 4096)
     assert len(built(config).layers) == 5
-    folder = write_config(tmp_path, "llama", rms_norm_eps=1e-5)
-    assert resolve("debug", initial_hf=folder, random_weights=True, layers=5).layers == 5
+    types = ["linear_attention"] * 3 + ["full_attention"]
+    folder = write_config(tmp_path, "qwen3_next", num_hidden_layers=4, layer_types=types)
+    assert resolve("debug", initial_hf=folder, random_weights=True, layers=4).layers == 4
+    with refused("the first 3 layers of .* have linear attention alone; write more model.layers"):
+        resolve("debug", initial_hf=folder, random_weights=True, layers=3)
+    # As transformers 5 writes it.
+    types = ["full_attention"] * 12
+    folder = write_config(tmp_path, "qwen2", rms_norm_eps=1e-5, layer_types=types)
+    for layers in (5, 15):
+        config = resolve("debug", initial_hf=folder, random_weights=True, layers=layers)
+        exported = config_json(config, "float32", folder)
+        read = transformers.AutoConfig.for_model(**exported)
+        assert read.num_hidden_layers == len(read.layer_types) == layers
 
 
 SHAPES = Path(__file__).parents[2] / "train_configs/shapes"

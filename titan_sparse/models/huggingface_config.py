@@ -247,6 +247,9 @@ def config_json(config: DecoderConfig, dtype: str, source: str = "") -> dict[str
         "rope_theta": rope.theta,
         "rope_scaling": None,
     }
+    # model.layers may be another number than that of the folder.
+    if values.get("layer_types"):
+        values["layer_types"] = ["full_attention"] * config.layers
     if rope.scaling == "none":
         return values
     table = {"rope_type": rope.scaling, "factor": rope.factor, _ORIGINAL: rope.original_length}
