@@ -105,7 +105,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config, list[tuple[str,
     """
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("config", help="a TOML file of train_configs/")
+    add("config", nargs="?", help="a TOML file of train_configs/")
     add("--ranks", type=positive, help="context-parallel ranks; default: parallelism.cp")
     add("--nodes", type=positive, help="default: by parallelism.cp_intra, or 8 ranks a node")
     add("--seed", type=int, default=0, help="of the random index and of ragged documents")
@@ -131,6 +131,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config, list[tuple[str,
     args, rest = parser.parse_known_args(words)
     named = [word for word in rest if word.partition("=")[0] == "--config"]
     require(not named, "--config is not an option here; write titan-sparse plan FILE")
+    require(args.config is not None, "the file is missing; write titan-sparse plan FILE")
     config, _ = load(["--config", args.config, *rest])
     args.ranks = args.ranks or config.parallelism.cp
     args.nodes = args.nodes or -(-args.ranks // min(config.parallelism.cp_intra or 8, args.ranks))
