@@ -103,8 +103,12 @@ def _check_model(config: Config, model: DecoderConfig) -> None:
         "or more",
     )
     layers_of(config.attention.dense_layers, "attention.dense_layers", model.layers)
-    if config.model.initial_hf and config.checkpoint.initial_load_path:
-        clash(config, "checkpoint.initial_load_path", "model.initial_hf")
+    first = config.checkpoint.initial_load_path
+    if first and config.model.initial_hf and not config.model.random_weights:
+        instead = (
+            'checkpoint.initial_load_path = "", or model.random_weights = true for the shape alone'
+        )
+        clash(config, "checkpoint.initial_load_path", "model.initial_hf", instead)
     if not model.runs_in_transformers:
         if config.checkpoint.last_save_in_hf:
             family_of(model)
