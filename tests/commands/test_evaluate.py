@@ -17,7 +17,8 @@ from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import MoBA, VerticalSlash, XAttention
 from titan_sparse.commands import inspect
 from titan_sparse.commands.evaluate import main, parse
-from titan_sparse.config import Attention, save
+from titan_sparse.config import Attention, Data, save
+from titan_sparse.data.shards import FORMATS
 from titan_sparse.evaluation.inspection import SHARES, TOP_K, allowed_keys, curve, inspect_layer
 
 SMALL = "--lengths 440 --samples 3 --buckets 4"
@@ -105,6 +106,7 @@ def test_what_does_not_fit_a_run_is_refused_before_any_process_group(folder, cap
 EVALUATE = {
     "--tasks ruler": "lm_eval --model titan_sparse --tasks ruler --model_args checkpoint=",
     "--lengths 4kb": '--lengths = "4kb" are no lengths',
+    "--stride half": "--stride: half is not a number of tokens; write for example 4096 or 4k",
     "--samples 0": "--samples: 0 is too small",
     "--buckets 441": "--buckets 441 is above 440",
     "--tasks needle": "--buckets would be ignored with --tasks needle; leave it out",
@@ -117,6 +119,7 @@ EVALUATE = {
 INSPECT = {
     "--layers 0,99": '--layers = "0,99" are not layers',
     "--rows 0": "--rows: 0 is too small",
+    "--length -1": "--length: -1 is not a number of tokens",
     "--length 20": "--length 20 is below two blocks",
     "--parallelism.cp 2": "one process inspects the whole",
     "": "holds no complete checkpoint",
@@ -154,6 +157,58 @@ def test_ranks_of_this_launch_take_the_place_of_others(
     if shared < trained:
         with refused("does not fit"):
             parse([*words, "--lengths", "128", "--parallelism.cp", str(trained)])
+
+
+CHATS = {"data__format": "messages", "data__loss_on": "all"}
+
+
+@pytest.mark.parametrize(
+    ("of_run", "words", "reset"),
+    [
+        ({"data__text_field": "body"}, "--data.source python", "text_field"),
+        ({"data__split": "test"}, "--data.source b.jsonl", "split"),
+        (CHATS, "--data.source a --data.format text", "loss_on"),
+        (
+            CHATS | {"data__source": "a:1, b:1", "data__format": "text, messages"},
+            "--data.source a --data.format text",
+            "loss_on",
+        ),
+        (
+            {"data__source": "python:1, b.jsonl:1", "data__join_packages": True},
+            "--data.source b.jsonl",
+            "join_packages",
+        ),
+        (CHATS, "--data.source {}/prepared", "loss_on"),
+        ({"data__split_special_tokens": True}, "--data.source {}/prepared", "split_special_tokens"),
+    ],
+)
+def test_another_text_does_not_need_the_options_of_the_runs(of_run, words, reset, tmp_path):
+    """They are those of other sources. On the command line they are refused."""
+    if "prepared" in words:
+        (tmp_path / "prepared").mkdir()
+        (tmp_path / "prepared/meta.json").write_text(json.dumps({"format": FORMATS[-1]}))
+    save(tiny_config(tmp_path, "run", model__flavour="debug", **of_run), tmp_path / "run")
+    of_run = ["--config", str(tmp_path / "run/config.toml"), "--checkpoint", str(tmp_path / "run")]
+    of_run += words.format(tmp_path).split()
+    _, config = parse(of_run)
+    assert getattr(config.data, reset) == getattr(Data(), reset)
+    if reset in ("text_field", "loss_on", "join_packages") and "prepared" not in words:
+        given = {"text_field": "body", "loss_on": "all", "join_packages": "true"}[reset]
+        with refused(f"data.{reset} = .* would be ignored"):
+            parse([*of_run, f"--data.{reset}", given])
+
+
+def test_other_weights_and_patterns_than_those_that_are_evaluated_are_refused(tmp_path):
+    """On the command line. Those of a run's file are left out, and so is what only training reads."""
+    config = tiny_config(tmp_path, "run", model__flavour="debug", attention__pattern="moba")
+    save(config, tmp_path / "run")
+    of_run = ["--config", str(tmp_path / "run/config.toml"), "--optimizer.lr=1"]
+    _, config = parse([*of_run, "--checkpoint=run", "--attention=dense"])
+    assert config.attention.pattern == "dense"
+    with refused('attention.pattern = "xattention" would be ignored, as attention is dense; leave'):
+        parse([*of_run, "--checkpoint=run", "--attention=dense", "--attention.pattern=xattention"])
+    with refused('model.initial_hf = "a" would be ignored, as the weights are those of "b"; leave'):
+        parse([*of_run, "--hf=b", "--model.initial_hf=a"])
 
 
 # Inspection

@@ -142,6 +142,42 @@ def test_what_cannot_be_generated_is_refused(model, capsys, words, reason):
     assert reason in error_of(capsys, main, str(model), *words, "--training.device=cpu")
 
 
+def test_a_template_may_be_named(model, capsys, tmp_path):
+    """Of a folder, and of a run on texts."""
+    template = tmp_path / "own.jinja"
+    template.write_text("w1 {{ kind }} " + TEMPLATE)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    options = {"chat_template": template.read_text(), "add_generation_prompt": True}
+    chat = [{"role": "user", "content": PROMPT}]
+    ids = tokenizer.apply_chat_template(chat, **options, kind="w7", return_dict=True)["input_ids"]
+    found = _by_transformers(model, ids, max_new_tokens=8)
+    words = [model, PROMPT, "--tokens=8", "--data.chat_template", template]
+    words += ["--data.chat_template_kwargs", '{"kind": "w7"}']
+    assert _printed(capsys, *words) == tokenizer.decode(found, skip_special_tokens=True) + "\n"
+    assert _printed(capsys, *words, "--data.source=texts.jsonl", "--data.text_field=body")
+    refusal = error_of(capsys, main, *map(str, words), "--as=text")
+    assert "data.chat_template would be ignored with --as text; leave it out" in refusal
+
+
+def test_options_may_stand_before_the_prompt(model, capsys):
+    """The value of a key is not taken for the folder or the prompt, nor is the prompt for a value."""
+    words = [str(model), PROMPT, "--tokens=4"]
+    wanted = _printed(capsys, *words)
+    for key in (
+        ["--config", str(model.parent / "none.toml")],
+        ["--data.tokenizer", "none"],
+        ["--data.sourc=a b"],
+        ["--validation.every", "x"],
+    ):
+        refusals = {
+            error_of(capsys, main, *words[:place], *key, *words[place:]) for place in range(4)
+        }
+        assert len(refusals) == 1 and PROMPT not in refusals.pop()
+    for key in (["--data.add_bos"], ["--data.add_bos", "true"], ["--training.dtype", "float32"]):
+        for place in range(4):
+            assert _printed(capsys, *words[:place], *key, *words[place:]) == wanted
+
+
 def test_folders_that_lack_what_is_needed_are_refused(model, tmp_path, capsys):
     def refusal(*words: str) -> str:
         return error_of(capsys, main, str(tmp_path), "a", "--training.device=cpu", *words)

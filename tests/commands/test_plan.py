@@ -93,6 +93,11 @@ def test_a_sequence_of_few_tokens_is_planned(config, tmp_path, tokens, words):
     assert _plans(tmp_path, config, "--seq-len", str(tokens), *words.split())["density"] == 1
 
 
+def test_the_file_is_the_first_word(config, capsys):
+    assert "write titan-sparse plan FILE" in error_of(capsys, main, "--config", config)
+    assert "write titan-sparse plan FILE" in error_of(capsys, main, "--ranks", "2")
+
+
 @pytest.mark.parametrize(
     "words, message",
     [

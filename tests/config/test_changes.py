@@ -9,7 +9,7 @@ import pytest
 
 from tests.config.test_reading import message_of
 from tests.refusals import refused
-from titan_sparse.config import Config, ConfigError, load, save, to_toml
+from titan_sparse.config import Config, ConfigError, check, load, save, to_toml
 from titan_sparse.config.changes import (
     ORIGIN_FILE,
     Origin,
@@ -121,6 +121,20 @@ def test_a_model_counts_by_what_it_is(tmp_path):
     other = dataclasses.replace(llama.model, norm_eps=0.1)
     with refused("norm_eps of the model was 1e-05 and is 0.1", ConfigError):
         refuse_changes(saved, before, dataclasses.replace(llama, model=other))
+
+
+def test_a_new_run_may_begin_with_the_weights_of_a_tuned_model(tmp_path):
+    """By what the refusal says, which is accepted."""
+    words = "--model.initial_hf train_configs/shapes/qwen3_0_6b --data.tokenizer bytes "
+    words += "--checkpoint.enable --training.device cpu "
+    saved = _saved(tmp_path, _config(words))
+    config = _config(words + "--training.seq_len 4096")
+    said = _refusal(saved, config, data=[{"seq_len": 4096}])
+    found = re.search(r"new run and (\S+) = (\S+) for its weights \(with (\S+) = true", said)
+    path, folder, switch = found.groups()
+    new = _config(f"{words}--training.output_dir new --{path} {json.loads(folder)} --{switch}")
+    check(new, 1, 1)
+    assert resolve(**vars(new.model)) == resolve(**vars(config.model))
 
 
 def test_configurations_of_later_versions(tmp_path):

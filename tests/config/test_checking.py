@@ -151,8 +151,8 @@ REFUSED = {
     LORA + "--training.mlp_chunk_tokens 512 --lora.dropout 0.1": "write lora.dropout = 0.0",
     LORA + "--checkpoint.enable --checkpoint.initial_load_path x": "initial_load_path.*export",
     LORA + "--checkpoint.enable --checkpoint.last_save_in_hf": "last_save_in_hf.*random weights",
-    "--model.initial_hf train_configs/shapes/qwen3_30b_a3b --model.random_weights "
-    "--checkpoint.enable --checkpoint.initial_load_path x": "does not go with model.initial_hf",
+    "--model.initial_hf train_configs/shapes/qwen3_30b_a3b --data.tokenizer bytes "
+    "--checkpoint.enable --checkpoint.initial_load_path x": 'model.initial_hf = .* "", or model.random_w',
     SINKS + "--attention.pattern dense --model.random_weights "
     "--model.initial_hf train_configs/shapes/gemma3_1b": "window_sinks = 4 .* model.initial_hf",
     "--data.source a:0.7,b": "to some parts only",

@@ -26,6 +26,7 @@ from tests.data.helpers import (
     write_rows,
     write_texts,
 )
+from tests.refusals import error_of
 from titan_sparse.commands.prepare_data import main, show_histogram
 from titan_sparse.data import preparing
 from titan_sparse.data.documents import READER
@@ -108,6 +109,21 @@ def test_a_folder_of_other_files_is_refused(tmp_path, capsys):
     prepared(tmp_path)
     assert main([str(tmp_path / "a.jsonl"), str(tmp_path), "--processes", "1"]) == 2
     assert "holds other files" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("a.jsonl:0.5,b.jsonl:0.5 out", "is a mixture; prepare each part, such as a.jsonl, in a"),
+        ("a out", "a holds prepared tokens already; write the source that they were made of"),
+        ("a.jsonl out --min-length 1kb", "--min-length: 1kb is not a number of tokens; write for"),
+        ("a.jsonl out --min-length 1k", "no document is within --min-length and --max-length"),
+    ],
+)
+def test_what_cannot_be_prepared_is_refused(tmp_path, monkeypatch, capsys, words, reason):
+    monkeypatch.chdir(tmp_path)
+    prepared(tmp_path)
+    assert reason in error_of(capsys, main, *words.split(), "--processes=1")
 
 
 @pytest.mark.parametrize("place", ["texts/z.jsonl", "disk/deep/z.jsonl", "blobs/4f2a"])

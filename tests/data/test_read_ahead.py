@@ -186,6 +186,7 @@ def test_an_error_of_a_batch_that_is_not_asked_for_is_none():
         ({}, ""),
         ({"text_field": "body", "bad_rows": "skip"}, " --text-field body --bad-rows skip"),
         ({"tokenizer": "t", "split_special_tokens": True}, " --tokenizer t --split-special-tokens"),
+        ({"add_bos": False}, " --no-add-bos"),
         (
             {"format": "messages", "chat_template": "plain.jinja", "messages_field": "talk"},
             " --format messages --messages-field talk --chat-template plain.jinja",

@@ -21,8 +21,9 @@ from tests.data.helpers import (
     write_tokenizer,
 )
 from titan_sparse.commands.prepare_data import main
-from titan_sparse.config import Data
+from titan_sparse.config import Config, Data, save
 from titan_sparse.data import stream
+from titan_sparse.data.chat_template import exported_files, load_template
 from titan_sparse.data.documents import open_documents
 from titan_sparse.data.loader import build_loader
 from titan_sparse.data.preparing import prepare
@@ -30,6 +31,8 @@ from titan_sparse.data.recipe import Recipe
 from titan_sparse.data.shards import TokenShards
 from titan_sparse.data.stream import first_fit
 from titan_sparse.data.tokenizer import load_tokenizer
+from titan_sparse.training import validation
+from titan_sparse.training.load import load_for_evaluation
 
 SEQ_LEN = 200
 ANSWERS = [3, 60, 10, 400, 25, 90, 5, 130, 40, 2, 75, 33, 8, 110, 20]
@@ -157,6 +160,45 @@ def test_the_command_prepares_chats(tmp_path, chats_of, capsys):
     words[1] = str(tmp_path / "text")
     assert main([*words[:4], "--loss-on", "all", "--processes", "1"]) == 2
     assert "data.loss_on" in capsys.readouterr().err
+
+
+def test_prepared_chats_keep_their_template_and_variables(tmp_path, chats_of):
+    """A run that leaves data.tokenizer to its model still asks, validates, and exports as it trained.
+    The template beside prepared texts is not that of chats."""
+    other = tmp_path / "other.jinja"
+    other.write_text("{{ shout }}" + CHATML.replace("<|im_start|>", "<|start|>"))
+    variables = '{"shout": "!"}'
+    data = chats_of()
+    options = {"chat_template": str(other), "chat_template_kwargs": variables}
+    source = prepare_chats(data, tmp_path / "prepared", **options)
+    prepared = Data(source=source, tokenizer=data.tokenizer)
+    model, tokenizer = data.tokenizer, load_tokenizer(data.tokenizer)
+    asked, _ = load_template(prepared, model, tokenizer).render(CHAT[:2], [])
+    assert asked.startswith("!<|start|>")
+    # What is written down comes first.
+    own = replace(prepared, chat_template=model)
+    asked, _ = load_template(own, model, tokenizer).render(CHAT[:2], [])
+    assert asked.startswith("<|im_start|>")
+    exported = exported_files(prepared, model, tokenizer)
+    assert exported["chat_template.jinja"] == other.read_bytes()
+
+    config = Config(data=replace(prepared, format="messages"))
+    config.validation.source = data.source
+    encoded = open_documents(validation._data(config), tokenizer)[0]
+    assert tokenizer.spell(encoded.tokens).startswith("!<|start|>")
+
+    save(config, tmp_path / "run")
+    words = ["--config", f"{tmp_path}/run/config.toml", "--data.source", data.source]
+    evaluated = load_for_evaluation(words, None, dense=False)
+    assert encoded.tokens.tolist() == open_documents(evaluated.data, tokenizer)[0].tokens.tolist()
+
+    text = tmp_path / "texts.jsonl"
+    write_rows(text, [{"text": "a text"}])
+    base = write_tokenizer(tmp_path / "base", trl_template("gemma3"))
+    prepare(Recipe(str(text), tokenizer=base), str(tmp_path / "texts"))
+    mixture = replace(data, source=f"{tmp_path}/texts:1, {data.source}:1", format="text, messages")
+    exported = exported_files(mixture, model, tokenizer)
+    assert exported["chat_template.jinja"].decode() == CHATML
 
 
 def test_chats_that_the_template_refuses_are_skipped_and_counted(tmp_path, capsys, caplog):

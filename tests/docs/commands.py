@@ -23,6 +23,7 @@ from torch.distributed.run import get_args_parser
 
 from tests.data.helpers import CHATML, write_rows, write_tokenizer
 from tests.runs import debug_run, write_texts
+from titan_sparse.commands import _Parser
 from titan_sparse.config import load, save
 
 ROOT = Path(__file__).parents[2]
@@ -248,7 +249,14 @@ def is_parsed(module: str, words: list[str], folder: Path) -> bool:
         load(rest)
         raise Parsed
 
+    def split_and_load(parser: _Parser, words: list[str]) -> tuple[list[str], list[str]]:
+        own, others = split(parser, words)
+        load(others)
+        return own, others
+
+    split = _Parser.split
     with (
+        mock.patch.object(_Parser, "split", split_and_load),
         mock.patch.object(argparse.ArgumentParser, "parse_args", parse_and_stop),
         mock.patch.object(argparse.ArgumentParser, "parse_known_args", parse_known_and_stop),
     ):

@@ -188,6 +188,13 @@ REFUSED_BY_OURS = [
     ),
 ]
 
+READ_BY_OTHERS = [
+    PLAIN | {"partial_rotary_factor": 0.5},
+    YARN | {"truncate": False},
+    YARN | {"mscale": 1.0, "mscale_all_dim": 0.5},
+    YARN | {"attention_factor": 1.3},
+]
+
 REFUSED = [
     *[("phi3", {key: 1}, f"{key} = 1; only False") for key in MUST_BE_OFF],
     ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "type with longrope"),
@@ -206,6 +213,14 @@ REFUSED = [
     *[("phi3", {key: 0}, f"{key} = 0 is not a positive int") for key in POSITIVE],
     *[("qwen2", {"rms_norm_eps": 1e-5} | changes, words) for changes, words in REFUSED_BY_OURS],
 ]
+
+
+@pytest.mark.parametrize("table", READ_BY_OTHERS, ids=str)
+def test_a_rotary_embedding_that_ours_lacks_is_left_to_transformers(tmp_path, table):
+    folder = write_config(tmp_path, "qwen2", rms_norm_eps=1e-5, **rope(table))
+    with refused('by our decoder; write model.implementation = "transformers"$'):
+        resolve("debug", initial_hf=folder)
+    resolve("debug", initial_hf=folder, implementation="transformers")
 
 
 @pytest.mark.parametrize("model_type, settings, message", REFUSED, ids=str)
@@ -290,8 +305,19 @@ def test_fewer_layers_with_random_weights(tmp_path):
     config = resolve("debug", initial_hf=folder, random_weights=True, layers=5)
     assert config.windows == (4096, 4096, 4096, 0, 4096)
     assert len(built(config).layers) == 5
-    folder = write_config(tmp_path, "llama", rms_norm_eps=1e-5)
-    assert resolve("debug", initial_hf=folder, random_weights=True, layers=5).layers == 5
+    types = ["linear_attention"] * 3 + ["full_attention"]
+    folder = write_config(tmp_path, "qwen3_next", num_hidden_layers=4, layer_types=types)
+    assert resolve("debug", initial_hf=folder, random_weights=True, layers=4).layers == 4
+    with refused("the first 3 layers of .* have linear attention alone; write more model.layers"):
+        resolve("debug", initial_hf=folder, random_weights=True, layers=3)
+    # As transformers 5 writes it.
+    types = ["full_attention"] * 12
+    folder = write_config(tmp_path, "qwen2", rms_norm_eps=1e-5, layer_types=types)
+    for layers in (5, 15):
+        config = resolve("debug", initial_hf=folder, random_weights=True, layers=layers)
+        exported = config_json(config, "float32", folder)
+        read = transformers.AutoConfig.for_model(**exported)
+        assert read.num_hidden_layers == len(read.layer_types) == layers
 
 
 SHAPES = Path(__file__).parents[2] / "train_configs/shapes"

@@ -9,12 +9,14 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.models.qwen3 import modeling_qwen3
 
+from tests.models.helpers import set_values
 from tests.models.transformers_models import (
     LENGTH,
     MODELS,
     batch_of_tokens,
     decoder_of,
     masks_of,
+    read_model,
     save_model,
     widen_hybrid,
 )
@@ -73,6 +75,18 @@ def test_loss_and_gradients_are_those_of_transformers(
     masks = masks_of(config, [lengths], 1)
     found = ours(tokens, positions, masks, labels, loss_chunk_tokens=48)
     assert_same(found, expected, ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "granite"])
+def test_multipliers_are_those_of_families_that_read_them(tmp_path: Path, name: str) -> None:
+    save_model(tmp_path, name)
+    set_values(tmp_path, embedding_multiplier=5.0, logits_scaling=3.0)
+    theirs = read_model(tmp_path)
+    ours, config = decoder_of(tmp_path)
+    tokens, positions, labels = batch_of_tokens(1)
+    expected = cross_entropy(theirs(tokens).logits, labels)
+    found = ours(tokens, positions, masks_of(config, None, 1), labels)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("name", ROUTED)

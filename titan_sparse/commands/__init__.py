@@ -1,19 +1,52 @@
 """The commands of titan-sparse, a module each with main(words). It returns the exit status."""
 
 import argparse
+import contextlib
 import functools
 import sys
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 from titan_sparse.options.extras import need_here
 
 need_here("train")
 
+from titan_sparse.config.reading import KINDS, tokens
+from titan_sparse.options.values import plain
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse's, but the value of an option that the command does not know, such as a key of the
+        configuration, is never taken for a positional argument."""
+        own, others = self.split(list(sys.argv[1:] if args is None else args))
+        parsed, rest = super().parse_known_args(own, namespace)
+        return parsed, [*rest, *others]
+
+    def split(self, words: list[str]) -> tuple[list[str], list[str]]:
+        """The words of the command, and the other options with their values."""
+        own: list[str] = []
+        others: list[str] = []
+        while words:
+            word = words.pop(0)
+            name, equals, _ = word.partition("=")
+            if word == "--":
+                return [*own, word, *words], others
+            if not word.startswith("--") or " " in name or name in self._option_string_actions:
+                own.append(word)
+                continue
+            others.append(word)
+            # A key that is true or false may stand alone.
+            is_switch = plain(KINDS.get(name[2:], str)) is bool
+            takes_next = words and not words[0].startswith("--")
+            if not equals and takes_next and (not is_switch or words[0] in ("true", "false")):
+                others.append(words.pop(0))
+        return own, others
 
 
 def parser_of(
@@ -37,6 +70,16 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text} is too small; write 1 or more")
     return int(text)
+
+
+def in_tokens(text: str) -> int:
+    """An argparse type: tokens, such as 4096 or 4k."""
+    with contextlib.suppress(ValueError):
+        if (number := tokens(text)) >= 0:
+            return number
+    raise argparse.ArgumentTypeError(
+        f"{text} is not a number of tokens; write for example 4096 or 4k"
+    )
 
 
 def refuses(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:

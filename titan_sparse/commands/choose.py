@@ -27,9 +27,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titan_sparse.commands import parser_of, positive, refuses
+from titan_sparse.commands import in_tokens, parser_of, positive, refuses
 from titan_sparse.config import Config, ConfigError, check, load, world_from_environment
-from titan_sparse.config.reading import KINDS, load_config, tokens
+from titan_sparse.config.reading import KINDS, load_config
 from titan_sparse.config.sections import Checkpoint, Metrics, Validation
 from titan_sparse.config.start import is_first_rank
 from titan_sparse.data.shards import write_json
@@ -70,7 +70,7 @@ UNUSED = ("checkpoint.", "validation.", "metrics.")
 def main(words: list[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--model", required=True, help="Hugging Face folder")
-    parser.add_argument("--seq-len", type=tokens, required=True, help="tokens of a sequence")
+    parser.add_argument("--seq-len", type=in_tokens, required=True, help="tokens of a sequence")
     parser.add_argument("--batches", type=positive, default=3, help="batches of each setting")
     parser.add_argument("--out", type=Path, default=Path("outputs/choose"), help="folder to write")
     args, rest = parser.parse_known_args(words)

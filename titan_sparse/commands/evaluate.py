@@ -19,9 +19,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from titan_sparse.commands import parser_of, positive, refuses
+from titan_sparse.commands import in_tokens, parser_of, positive, refuses
 from titan_sparse.config import Config, check, world_from_environment
-from titan_sparse.config.reading import lengths_of, require, tokens
+from titan_sparse.config.reading import lengths_of, require
 from titan_sparse.data import Tokenizer, open_tokenizer
 from titan_sparse.data.documents import open_documents
 from titan_sparse.evaluation import needle, pictures, position
@@ -113,7 +113,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
     )
     of_samples = "windows of a length; needles of a length and depth"
     add("--samples", type=positive, default=10, help=of_samples)
-    add("--stride", type=tokens, default=0, help="tokens between windows; 0: no overlap")
+    add("--stride", type=in_tokens, default=0, help="tokens between windows; 0: no overlap")
     add("--buckets", type=positive, default=16, help="ranges of positions")
     add(
         "--answers",

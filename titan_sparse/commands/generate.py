@@ -38,6 +38,12 @@ from titan_sparse.training.load import (
 @refuses
 def main(words: list[str]) -> int:
     args, rest = parse(words)
+    named = next((word for word in rest if word.startswith("--data.chat_template")), "")
+    key = named.removeprefix("--").partition("=")[0]
+    require(
+        not named or args.style != "text", f"{key} would be ignored with --as text; leave it out"
+    )
+    style = args.style or ("chat" if named else None)
     args.run_or_folder = local_folder(args.run_or_folder, "RUN_OR_FOLDER", weights=True)
     folder = Path(args.run_or_folder)
     is_hf = (folder / "config.json").is_file()
@@ -50,7 +56,7 @@ def main(words: list[str]) -> int:
     check(config, *world_from_environment())
     refuse_linear_layers(resolve(**vars(config.model)))
     tokenizer = open_tokenizer(config)
-    template = template_of(config, tokenizer, args.style, is_hf or is_of_chats(checkpoint))
+    template = template_of(config, tokenizer, style, is_hf or is_of_chats(checkpoint))
     prompt = encode_prompt(args.prompt, tokenizer, template, config.data.add_bos)
     scorer = build_scorer(config, checkpoint, tokenizer)
     ends = scorer.ends

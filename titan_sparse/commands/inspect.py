@@ -15,10 +15,10 @@ import functools
 import json
 from pathlib import Path
 
-from titan_sparse.commands import parser_of, positive, refuses
+from titan_sparse.commands import in_tokens, parser_of, positive, refuses
 from titan_sparse.commands.evaluate import origin_of, parse_with_weights
 from titan_sparse.config import Config, check, world_from_environment
-from titan_sparse.config.reading import layers_of, require, tokens
+from titan_sparse.config.reading import layers_of, require
 from titan_sparse.data import open_tokenizer
 from titan_sparse.data.documents import open_documents
 from titan_sparse.evaluation.inspection import figures, inspect_layer, inspect_layers, summary
@@ -63,7 +63,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
     """Options, and the checked configuration. Raises ConfigError, one line."""
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--length", type=tokens, default=0, help="tokens; 0: training.seq_len")
+    add("--length", type=in_tokens, default=0, help="tokens; 0: training.seq_len")
     add("--layers", default="", help="numbers separated by commas; default: all")
     add(
         "--rows",

@@ -23,9 +23,9 @@ from titan_sparse.attention.context_parallel.schedules import SCHEDULES
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.observe import worker_imbalance
 from titan_sparse.attention.patterns import BlockIndex
-from titan_sparse.commands import parser_of, positive, refuses
+from titan_sparse.commands import in_tokens, parser_of, positive, refuses
 from titan_sparse.config import Config, check, load, padding_multiple, resolve_overlap_stages
-from titan_sparse.config.reading import require, tokens
+from titan_sparse.config.reading import require
 from titan_sparse.estimate.constants import costs_of, costs_of_run, load_constants, shape_of
 from titan_sparse.estimate.indexes import load_indexes, ragged_lengths, random_index
 from titan_sparse.estimate.planner import LayerPlan, LayerWork, Setting, count, plan_layer
@@ -104,7 +104,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config, list[tuple[str,
     """
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("config", help="a TOML file of train_configs/")
+    add("config", nargs="?", help="a TOML file of train_configs/")
     add("--ranks", type=positive, help="context-parallel ranks; default: parallelism.cp")
     add("--nodes", type=positive, help="default: by parallelism.cp_intra, or 8 ranks a node")
     add("--seed", type=int, default=0, help="of the random index and of ragged documents")
@@ -120,7 +120,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config, list[tuple[str,
         help="lengths of packed documents, or: ragged, most under 1K tokens, the longest a quarter "
         "of the sequence; default: one long document",
     )
-    add("--seq-len", type=tokens, help="tokens; default: training.seq_len, or the index's")
+    add("--seq-len", type=in_tokens, help="tokens; default: training.seq_len, or the index's")
     add("--layout", nargs="+", choices=ALL_LAYOUTS, help="default: attention.layout")
     schedules = ["auto", *SCHEDULES]
     add("--schedule", nargs="+", choices=schedules, help="default: attention.schedule")
@@ -130,6 +130,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config, list[tuple[str,
     args, rest = parser.parse_known_args(words)
     named = [word for word in rest if word.partition("=")[0] == "--config"]
     require(not named, "--config is not an option here; write titan-sparse plan FILE")
+    require(args.config is not None, "the file is missing; write titan-sparse plan FILE")
     config, _ = load(["--config", args.config, *rest])
     args.ranks = args.ranks or config.parallelism.cp
     args.nodes = args.nodes or -(-args.ranks // min(config.parallelism.cp_intra or 8, args.ranks))

@@ -19,7 +19,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin
 
-from titan_sparse.commands import parser_of, positive, refuses
+from titan_sparse.commands import in_tokens, parser_of, positive, refuses
 from titan_sparse.config import Data, field_docs
 from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import OPTIONS, Recipe
@@ -89,6 +89,8 @@ def arguments(words: list[str]) -> argparse.Namespace:
         more = {"help": docs[option.name], "type": kind}
         if kind is bool:
             more = {"help": docs[option.name], "action": argparse.BooleanOptionalAction}
+        elif "tokens" in get_args(option.type):
+            more["type"] = in_tokens
         elif get_origin(kind) is Literal:
             more |= {"type": str, "choices": get_args(kind)}
         if option.name in OPTIONS:

@@ -139,6 +139,10 @@ def refuse_changes(saved: Saved | None, config: Config, origin: Origin) -> None:
             new_run += (
                 f" and checkpoint.initial_load_path = {show(saved.checkpoint)} for its weights"
             )
+            if config.model.initial_hf:
+                new_run += (
+                    " (with model.random_weights = true, so that the folder gives the shape alone)"
+                )
         either = f"write {instead}, or" if instead else "put the files back as they were, or write"
         raise ConfigError(
             f"{said}, so the state in {saved.checkpoint} cannot be used; {either} {new_run}"

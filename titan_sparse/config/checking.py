@@ -3,7 +3,7 @@ exists."""
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -103,8 +103,12 @@ def _check_model(config: Config, model: DecoderConfig) -> None:
         "or more",
     )
     layers_of(config.attention.dense_layers, "attention.dense_layers", model.layers)
-    if config.model.initial_hf and config.checkpoint.initial_load_path:
-        clash(config, "checkpoint.initial_load_path", "model.initial_hf")
+    first = config.checkpoint.initial_load_path
+    if first and config.model.initial_hf and not config.model.random_weights:
+        instead = (
+            'checkpoint.initial_load_path = "", or model.random_weights = true for the shape alone'
+        )
+        clash(config, "checkpoint.initial_load_path", "model.initial_hf", instead)
     if not model.runs_in_transformers:
         if config.checkpoint.last_save_in_hf:
             family_of(model)
@@ -465,17 +469,23 @@ _RULES = (
 
 def check_ignored(config: Config, section: str | None = None) -> None:
     """Refuses options that would be ignored (of one section, or of all). Raises ConfigError."""
+    for key, rule in ignored_options(config, section):
+        unset = attrgetter(key)(Config())
+        instead = f"another {rule.because}"
+        if rule.instead is not None:
+            instead = f"{rule.because} = {show(rule.instead)}"
+        either = f"{key} = {show(unset)} or {instead}"
+        clash(config, key, rule.because, either, "would be ignored with")
+
+
+def ignored_options(config: Config, section: str | None = None) -> Iterator[tuple[str, Rule]]:
+    """The keys, of one section or of all, that would do nothing but do not have their defaults."""
     default = Config()
     for rule in _RULES:
         of_section, _, names = rule.keys.partition(".")
         if section not in (None, of_section) or not rule.is_idle(config):
             continue
-        instead = f"another {rule.because}"
-        if rule.instead is not None:
-            instead = f"{rule.because} = {show(rule.instead)}"
         for name in names.split() or vars(getattr(default, of_section)):
             key = f"{of_section}.{name}"
-            unset = attrgetter(key)(default)
-            if attrgetter(key)(config) != unset:
-                either = f"{key} = {show(unset)} or {instead}"
-                clash(config, key, rule.because, either, "would be ignored with")
+            if attrgetter(key)(config) != attrgetter(key)(default):
+                yield key, rule

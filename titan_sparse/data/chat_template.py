@@ -12,6 +12,7 @@ import json
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from titan_sparse.config.checking import chat_template_kwargs
 from titan_sparse.config.sections import Data
 from titan_sparse.config.sources import source_weights
 from titan_sparse.data.rows import Arguments, BadSample, Message, arguments_of, with_arguments
-from titan_sparse.data.shards import is_prepared
+from titan_sparse.data.shards import META, read_meta
 from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.models.huggingface_files import CHAT_TEMPLATE, MORE_TEMPLATES, files_to_copy
 
@@ -211,16 +212,34 @@ def load_template(data: Data, model_folder: str, tokenizer: Tokenizer) -> ChatTe
     """Load the template that data.chat_template names, else that of the tokenizer, else of the
     model.
 
-    data.chat_template is a file or a folder. Raises ValueError, naming the key, if there is no
-    template or it cannot be read.
+    data.chat_template is a file or a folder. Prepared chats have that with which they were made.
+    Raises ValueError, naming the key, if there is no template or it cannot be read.
     """
-    texts = _find_texts(data, [tokenizer.folder, model_folder])
+    data = as_prepared(data)
+    texts = run_texts(data, model_folder, tokenizer)
     if not texts:
         raise ValueError(
             f'neither data.tokenizer = "{data.tokenizer}" nor model.initial_hf = "{model_folder}" '
             f'has a chat template; write data.chat_template = "{CHAT_TEMPLATE}"'
         )
     return ChatTemplate(texts, tokenizer.special_tokens, chat_template_kwargs(data))
+
+
+def as_prepared(data: Data) -> Data:
+    """`data` with the template and variables of its prepared chats, unless it names a template."""
+    for source in [] if data.chat_template else source_weights(data.source):
+        folder = Path(source).expanduser()
+        made = read_meta(folder / META)
+        if made.get("row_format", "text") != "text" and find_template(folder):
+            kwargs = data.chat_template_kwargs or made.get("chat_template_kwargs", "")
+            return replace(data, chat_template=source, chat_template_kwargs=kwargs)
+    return data
+
+
+def run_texts(data: Data, model_folder: str, tokenizer: Tokenizer) -> dict[str, str]:
+    """The templates of a run by name: of data.chat_template, else of its prepared chats, else of the
+    tokenizer, else of the model; empty if there is none."""
+    return _find_texts(as_prepared(data), [tokenizer.folder, model_folder])
 
 
 def exported_files(data: Data, model_folder: str, tokenizer: Tokenizer) -> dict[str, bytes]:
@@ -235,10 +254,7 @@ def exported_files(data: Data, model_folder: str, tokenizer: Tokenizer) -> dict[
         files = files_to_copy(str(tokenizer.folder), "data.tokenizer")
         contents = {name: path.read_bytes() for name, path in files.items()}
         contents |= tokenizer.own_files()
-    # Prepared tokens hold the template that was used to make them.
-    prepared = [Path(source).expanduser() for source in source_weights(data.source)]
-    prepared = [path for path in prepared if is_prepared(str(path))]
-    texts = _find_texts(data, [*prepared, tokenizer.folder, model_folder])
+    texts = run_texts(data, model_folder, tokenizer)
     if texts:
         of_templates = (CHAT_TEMPLATE, MORE_TEMPLATES, "chat_template.json")
         contents = {

@@ -18,7 +18,7 @@ import numpy as np
 
 from titan_sparse.config.checking import check_formats
 from titan_sparse.config.sections import Data, Text
-from titan_sparse.config.sources import ending_of, files_below, in_words
+from titan_sparse.config.sources import ending_of, files_below, in_words, source_weights
 from titan_sparse.data.chats import ChatEncoder
 from titan_sparse.data.documents import (
     ROW_OPTIONS,
@@ -28,8 +28,9 @@ from titan_sparse.data.documents import (
     join_files,
     open_source,
 )
+from titan_sparse.data.shards import is_prepared
 from titan_sparse.data.tokenizer import Encoded, Tokenizer, load_tokenizer
-from titan_sparse.options.values import Count, check_value
+from titan_sparse.options.values import Count, Tokens, check_value
 
 logger = logging.getLogger("titan_sparse")
 
@@ -51,9 +52,9 @@ class Recipe(Data):
     document: Literal["row", "folder", "source"] = "row"
     """one document is a row or file; the files of a folder directly in SOURCE (a repository, a
     package), joined; all files, joined"""
-    min_length: Count = 0
+    min_length: Tokens = 0
     """leave shorter documents out; tokens, the end-of-document token not counted"""
-    max_length: Count = 0
+    max_length: Tokens = 0
     """leave longer ones out; tokens; 0: none"""
     shard_rows: Count = 0
     """rows of a shard; 0: so many that there are about 128 shards"""
@@ -78,7 +79,8 @@ def prepare_command(data: Data, tokenizer: Tokenizer) -> str:
     for name in OPTIONS:
         value = getattr(data, name, None)
         if value != getattr(Recipe(), name) and value is not None:
-            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+            flag = name.replace("_", "-")
+            words += {True: [f"--{flag}"], False: [f"--no-{flag}"]}.get(value, [f"--{flag}", value])
     return shlex.join(words)
 
 
@@ -88,6 +90,16 @@ def open_rows(recipe: Recipe, tokenizer: Tokenizer) -> TokenizedTexts:
     Raises ValueError if it cannot be opened or an option would be ignored.
     """
     _refuse_unused(recipe)
+    parts = list(source_weights(recipe.source))
+    if len(parts) > 1:
+        raise ValueError(
+            f"{recipe.source} is a mixture; prepare each part, such as {parts[0]}, in a folder of its own"
+        )
+    if recipe.document == "row" and is_prepared(recipe.source):
+        raise ValueError(
+            f"{recipe.source} holds prepared tokens already; write the source that they were made of, or "
+            "train with them"
+        )
     if recipe.reads_mds:
         return MDSRows(recipe, tokenizer)
     if recipe.document != "row":

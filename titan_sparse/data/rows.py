@@ -281,8 +281,16 @@ def _refuse_unread(values: dict[str, Any], name: str, not_read: dict[str, str]) 
 
 def no_column(name: str, row_format: str, columns: Iterable[str]) -> str:
     """The error message for rows of data.format that lack the column `name`."""
+    columns = list(columns)
     if row_format == "text":
-        return f'data.text_field = "{name}" is not a column; write one of: {", ".join(columns)}'
+        chats = [
+            f', or data.format = "{other}" if the rows are chats'
+            for other in ("messages", "prompt_completion")
+            if set(needed_columns(other, "messages")) <= set(columns)
+            or chat_form(other, "messages", columns)
+        ]
+        choices = ", ".join(columns) + "".join(chats[:1])
+        return f'data.text_field = "{name}" is not a column; write one of: {choices}'
     forms = ""
     if name == "messages":
         forms = "".join(

@@ -170,7 +170,7 @@ def check_json(values: dict[str, Any], families: dict[str, Family]) -> str:
             f"{', '.join(families)}{f' ({text})' * (f'{model_type}_text' in families)}"
         )
     family = families[model_type]
-    other = ' by our decoder; write model.implementation = "transformers"' * (families is NATIVE)
+    other = _BY_OURS * (families is NATIVE)
     _check_types({key: value for key, value in values.items() if value is not None})
     # transformers would use the sizes of a published model instead.
     for key in (*_GIVEN, *family.needed):
@@ -247,6 +247,9 @@ def config_json(config: DecoderConfig, dtype: str, source: str = "") -> dict[str
         "rope_theta": rope.theta,
         "rope_scaling": None,
     }
+    # model.layers may be another number than that of the folder.
+    if values.get("layer_types"):
+        values["layer_types"] = ["full_attention"] * config.layers
     if rope.scaling == "none":
         return values
     table = {"rope_type": rope.scaling, "factor": rope.factor, _ORIGINAL: rope.original_length}
@@ -333,6 +336,11 @@ def read_object(path: Path, named: str) -> dict[str, Any]:
     return values
 
 
+_READ_BY_OTHERS = ("partial_rotary_factor", "mscale", "mscale_all_dim", "truncate")
+"""Keys of a rotary embedding that transformers' own code reads."""
+_BY_OURS = ' by our decoder; write model.implementation = "transformers"'
+
+
 def read_rope(values: dict[str, Any]) -> RopeConfig:
     """The rotary embedding of a config.json whose top-level values have been checked for their
     types.
@@ -368,7 +376,10 @@ def read_rope(values: dict[str, Any]) -> RopeConfig:
     missing = (known & _ROPE_NEEDED) - table.keys()
     for problem, keys in (("with", table.keys() - known), ("without", missing)):
         if keys:
-            raise ValueError(f'rope scaling "{rope_type}" {problem} {min(keys)} cannot be trained')
+            other = _BY_OURS * (min(keys) in _READ_BY_OTHERS)
+            raise ValueError(
+                f'rope scaling "{rope_type}" {problem} {min(keys)} cannot be trained{other}'
+            )
     _check_types(table)
     rope = RopeConfig(
         float(table["rope_theta"]),
@@ -388,5 +399,8 @@ def read_rope(values: dict[str, Any]) -> RopeConfig:
     }
     for rule, holds in rules.items():
         if not holds:
-            raise ValueError(f'rope scaling "{rope_type}" = {table} cannot be trained, only {rule}')
+            other = _BY_OURS * rule.startswith("attention_factor")
+            raise ValueError(
+                f'rope scaling "{rope_type}" = {table} cannot be trained, only {rule}{other}'
+            )
     return rope

@@ -176,7 +176,12 @@ def _read(
     known = {field.name: getattr(config, field.name) for field in fields(config)}
     window = known.get("sliding_window") or 0
     layer_types = known.get("layer_types") or ["sliding_attention"] * config.num_hidden_layers
-    attention = next(x.self_attn for x in model.model.layers if hasattr(x, "self_attn"))
+    attention = next((x.self_attn for x in model.model.layers if hasattr(x, "self_attn")), None)
+    if attention is None:
+        raise ValueError(
+            f"model.initial_hf: the first {config.num_hidden_layers} layers of {folder} have linear "
+            "attention alone; write more model.layers"
+        )
     has_router_loss = experts and config.output_router_logits
     return TransformersConfig(
         vocab_size=config.vocab_size,

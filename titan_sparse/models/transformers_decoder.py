@@ -14,6 +14,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -120,8 +121,10 @@ class TransformersDecoder(nn.Module):
         self.run_blocks = run_blocks
         self.norm = inner.norm
         self.lm_head = None if config.tied_embeddings else theirs.lm_head
-        self.embedding_multiplier = getattr(theirs.config, "embedding_multiplier", 1.0)
-        self.logits_scaling = getattr(theirs.config, "logits_scaling", 1.0)
+        # A file may have entries that the family does not read.
+        read = {field.name: getattr(theirs.config, field.name) for field in fields(theirs.config)}
+        self.embedding_multiplier = read.get("embedding_multiplier", 1.0)
+        self.logits_scaling = read.get("logits_scaling", 1.0)
         self.rotary = _Rotary(type(inner.rotary_emb), theirs.config)
         self.router_loss = RouterLoss(config) if config.router_loss else None
         scale = getattr(self.embed_tokens, "scalar_embed_scale", None)

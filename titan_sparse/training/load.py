@@ -4,6 +4,7 @@ folder."""
 import dataclasses
 import math
 import os
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,10 +12,25 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from titan_sparse.attention import ContextParallel
-from titan_sparse.config import ActivationCheckpoint, Compile, Config, world_from_environment
+from titan_sparse.config import (
+    ActivationCheckpoint,
+    Compile,
+    Config,
+    Data,
+    world_from_environment,
+)
 from titan_sparse.config.changes import read_saved
-from titan_sparse.config.reading import load_config
-from titan_sparse.config.sources import single_source, tokenizer_name
+from titan_sparse.config.checking import ignored_options
+from titan_sparse.config.reading import KINDS, load_config, require
+from titan_sparse.config.sources import (
+    single_source,
+    source_formats,
+    source_weights,
+    tokenizer_name,
+)
+from titan_sparse.data.chat_template import as_prepared
+from titan_sparse.data.documents import ROW_OPTIONS
+from titan_sparse.data.shards import is_prepared
 from titan_sparse.data.tokenizer import SampleFormat, Tokenizer
 from titan_sparse.evaluation.scorer import Scorer
 from titan_sparse.models.build import build_decoder
@@ -25,6 +41,7 @@ from titan_sparse.models.huggingface import check_weights, load_weights, tensor_
 from titan_sparse.models.huggingface_files import local_folder
 from titan_sparse.models.initialization import initialize
 from titan_sparse.models.lora import adapter_shapes, add_adapters
+from titan_sparse.options.values import show
 from titan_sparse.training.attention import (
     build_attends,
     build_context_parallel,
@@ -46,6 +63,9 @@ from titan_sparse.training.preflight import alike, build_adapters, check_base, r
 _NAMES = ("embed_tokens.", "layers.", "norm.", "lm_head.")
 """What the names of a decoder's tensors begin with; a checkpoint holds the optimizer's too."""
 
+_PROMPTS = "prompts"
+"""data.source where none is read."""
+
 
 def load_for_evaluation(
     words: list[str],
@@ -62,6 +82,7 @@ def load_for_evaluation(
     so that it cannot conflict with another mesh.
     """
     config = load_config(words)
+    asked = {key: attrgetter(key)(config) for key in _given(words) & KINDS.keys()}
     if hf:
         config.model.initial_hf = local_folder(hf, "model", weights=True)
     if checkpoint and not any(word.startswith("--data.add_bos") for word in words):
@@ -85,13 +106,58 @@ def load_for_evaluation(
         setattr(config.attention, key, getattr(defaults.attention, key))
     for section in "activation_checkpoint float8 compile optimizer validation checkpoint".split():
         setattr(config, section, getattr(defaults, section))
+    data = config.data
     if reads_text:
-        data = config.data
         data.source = single_source(data.source, "data.source", data.format)
+        _leave_out_others(config, words)
+    elif (data.chat_template or data.chat_template_kwargs) and not _has_chats(data):
+        # Of prompts, also where the texts of the run were no chats.
+        kept = ("tokenizer", "other_tokenizer", "add_bos", "chat_template", "chat_template_kwargs")
+        values = {name: getattr(data, name) for name in kept}
+        config.data = Data(source=_PROMPTS, format="messages", **values)
     # Each window and each prompt is of one document.
     config.data.sequences = "fixed"
     config.training.mlp_chunk_tokens = 0
+    reasons = {
+        "attention.pattern": "attention is dense",
+        "model.initial_hf": f"the weights are those of {show(hf)}",
+    }
+    for key, reason in reasons.items():
+        require(
+            attrgetter(key)(config) == asked.get(key, attrgetter(key)(config)),
+            f"command line: {key} = {show(asked.get(key))} would be ignored, as {reason}; leave it out",
+        )
     return config
+
+
+def _given(words: list[str]) -> set[str]:
+    return {word[2:].partition("=")[0] for word in words if word.startswith("--")}
+
+
+def _leave_out_others(config: Config, words: list[str]) -> None:
+    """Resets what the run's file says of other sources than data.source. What `words` say stays, and is
+    refused where it does nothing."""
+    data = config.data
+    given = _given(words)
+    file = words[:2] if words[:1] == ["--config"] else []
+    trained = load_config(file).data
+    others = [key.removeprefix("data.") for key, _ in ignored_options(config, "data")]
+    if data.source not in source_weights(trained.source):
+        others += ["subset", "split"]
+        if is_prepared(data.source):
+            others += ["format", *ROW_OPTIONS, "split_special_tokens"]
+    for name in others:
+        if f"data.{name}" not in given:
+            setattr(data, name, getattr(Data(), name))
+    if data.format != "text" and not is_prepared(data.source) and not data.chat_template:
+        # Chats are written as in training, also where those were prepared.
+        made = as_prepared(trained)
+        data.chat_template = made.chat_template
+        data.chat_template_kwargs = data.chat_template_kwargs or made.chat_template_kwargs
+
+
+def _has_chats(data: Data) -> bool:
+    return set(source_formats(data).values()) != {"text"}
 
 
 def _was_begun(checkpoint: str) -> bool:

@@ -290,6 +290,13 @@ def test_no_group_of_processes_is_needed_to_refuse(tmp_path):
         ({"checkpoint": folder}, "holds no complete checkpoint"),
         ({"pretrained": folder, "attention": "sparse"}, 'write "dense", or leave it out'),
         ({"pretrained": folder, "batch_size": "auto"}, "batch_size = auto is not a positive"),
+        (
+            {"pretrained": folder, "max_length": 0},
+            "max_length = 0 is not a number of tokens; write",
+        ),
+        ({"pretrained": folder, "max_length": -1}, "max_length = -1 is not a number of tokens"),
+        ({"pretrained": folder, "max_length": "long"}, "write for example 4096 or 128k"),
+        ({"pretrained": folder, "add_bos_token": "no"}, "add_bos_token = no is neither true nor"),
         ({"pretrained": folder, "attention.patern": "moba"}, "attention.pattern"),
         ({"pretrained": folder, "device": "gpu"}, "training.device"),
     ):
@@ -311,6 +318,13 @@ def test_what_a_task_asks_and_is_not_there_is_refused(pair):
         ask(ours, "loglikelihood", [("x", "y" * 65)])
     with refused("a choice or target of the task has no tokens"):
         ask(ours, "loglikelihood", [("x", "")])
+
+
+def test_max_length_is_written_as_elsewhere(tmp_path):
+    folder = write_folder(tmp_path / "model")
+    ours = TitanSparseLM(pretrained=folder, device="cpu", max_length="1k")
+    assert ours.max_length == 1024
+    assert len(ask(ours, "loglikelihood", [("x" * 1500, "y")])) == 1
 
 
 def test_device_of_lm_eval(tmp_path, monkeypatch):
@@ -409,6 +423,30 @@ def test_several_ranks_answer_as_one(tmp_path):
     one = _evaluate(tmp_path, "parallelism.cp=1")
     (tmp_path / "one.json").write_text(json.dumps(_answers(one)))
     run_processes(2, _on_two_ranks, tmp_path)
+
+
+def test_chats_are_written_as_in_training(tmp_path):
+    """The template and variables of the configuration, and not those beside the tokenizer."""
+    folder = write_folder(tmp_path / "model")
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ bos_token }}{{ kind }}" + TEMPLATE.replace("[{{", "<{{"))
+    written = f'[data]\nchat_template = "{template}"\n'
+    kind = 'chat_template_kwargs = \'{"kind": "new"}\'\n'
+    chat = [{"role": "user", "content": "a"}]
+    for more, variables in (("", {}), (kind, {"kind": "new"})):
+        (tmp_path / "run.toml").write_text(written + more)
+        ours = TitanSparseLM(
+            pretrained=str(folder), config=str(tmp_path / "run.toml"), device="cpu"
+        )
+        theirs = ours.tokenizer.apply_chat_template(
+            chat,
+            chat_template=template.read_text(),
+            tokenize=False,
+            add_generation_prompt=True,
+            **variables,
+        )
+        assert ours.apply_chat_template(chat) == theirs
+        assert ours.chat_template(True) == template.read_text()
 
 
 def test_a_run_sparse_and_dense(tmp_path):

@@ -3,6 +3,7 @@
 All ranks run rank 0's requests, and rank 0 reports.
 """
 
+import contextlib
 import itertools
 import logging
 import os
@@ -25,9 +26,11 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from titan_sparse.config import Config, Refusal, check, world_from_environment
-from titan_sparse.config.reading import require
+from titan_sparse.config.checking import chat_template_kwargs
+from titan_sparse.config.reading import require, tokens
 from titan_sparse.config.sources import tokenizer_name
-from titan_sparse.data.tokenizer import open_tokenizer, read_tokenizer
+from titan_sparse.data.chat_template import as_prepared, run_texts
+from titan_sparse.data.tokenizer import Tokenizer, open_tokenizer, read_tokenizer
 from titan_sparse.evaluation.generation import Stop, generate
 from titan_sparse.evaluation.scorer import Sequence
 from titan_sparse.loss import IGNORE_INDEX
@@ -77,7 +80,7 @@ class TitanSparseLM(TemplateLM):
         attention: str | None = None,
         device: str | None = None,
         batch_size: int | str = 1,
-        max_length: int | None = None,
+        max_length: int | str | None = None,
         add_bos_token: bool | None = None,
         **keys: Any,
     ) -> None:
@@ -89,20 +92,25 @@ class TitanSparseLM(TemplateLM):
         device: "cpu", "cuda", or in one process "cuda:N"; "cuda:0" is the CPU where no GPU is.
         add_bos_token: whether texts begin with the token that the tokenizer puts there; by default as
         in training.
-        max_length: tokens; longer requests lose their beginning, as in HFLM. By default the larger
-        of the model's max_position_embeddings and the run's training.seq_len.
+        max_length: tokens, such as 4096 or "128k"; longer requests lose their beginning, as in HFLM.
+        By default the larger of the model's max_position_embeddings and the run's training.seq_len.
         keys: of the configuration, such as "parallelism.cp" or "attention.pattern".
 
         Joins the process group of torchrun. Raises Refusal, before it where possible.
         """
         super().__init__()
         if tokenizer is not None:
-            keys["data.tokenizer"] = tokenizer
+            keys["data.tokenizer"] = str(tokenizer)
         if device == "cuda:0":
             # What lm_eval writes where --device is not given: as in HFLM, a GPU if there is one.
             keys.setdefault("training.device", "auto")
         elif device is not None:
             keys["training.device"] = _choose_gpu(device)
+        most = _length(max_length) if max_length is not None else 0
+        require(
+            add_bos_token in (None, True, False),
+            f"add_bos_token = {add_bos_token} is neither true nor false; write one of them",
+        )
         require(
             str(batch_size).isdecimal() and int(batch_size) > 0,
             f"batch_size = {batch_size} is not a positive integer; write for example 1",
@@ -116,27 +124,36 @@ class TitanSparseLM(TemplateLM):
                 'lm_eval needs a tokenizer.json, not data.tokenizer = "bytes"; write tokenizer=FOLDER',
             )
             self.tokenizer = read_tokenizer(name)
-            self.scorer = build_scorer(self.config, step, open_tokenizer(self.config))
+            own = open_tokenizer(self.config)
+            self._use_template(own)
+            self.scorer = build_scorer(self.config, step, own)
             self.ends = self.scorer.ends
         except (ValueError, OSError) as error:
             raise Refusal(str(error)) from error
         as_trained = self.config.data.add_bos
         self.add_bos_token = as_trained if add_bos_token is None else add_bos_token
-        self.max_length = max_length or self.scorer.model_config.max_positions
-        if not max_length and (checkpoint or config):
+        self.max_length = most or self.scorer.model_config.max_positions
+        if not most and (checkpoint or config):
             self.max_length = max(self.max_length, self.config.training.seq_len)
         self._device = self.scorer.device
         if dist.get_rank() != 0:
             self._rank = _Silent()
 
-    # HFLM's own, which read tokenizer, add_bos_token, and the two that are constant here.
+    # HFLM's own, which read tokenizer, add_bos_token, chat_template_args, and the one that is constant here.
     custom_prefix_token_id = None
-    chat_template_args: dict[str, Any] = {}
     eot_token_id = HFLM.eot_token_id
     prefix_token_id = HFLM.prefix_token_id
     tokenizer_name = HFLM.tokenizer_name
     tok_encode = HFLM.tok_encode
     apply_chat_template = HFLM.apply_chat_template
+
+    def _use_template(self, tokenizer: Tokenizer) -> None:
+        """Chats are as in training, also where another folder than the tokenizer's has the template."""
+        data = as_prepared(self.config.data)
+        self.chat_template_args = chat_template_kwargs(data)
+        texts = run_texts(data, self.config.model.initial_hf, tokenizer)
+        if texts:
+            self.tokenizer.chat_template = texts if len(texts) > 1 else texts["default"]
 
     # What is asked
 
@@ -332,6 +349,18 @@ class TitanSparseLM(TemplateLM):
         return Sequence(whole[:-1], labels)
 
 
+def _length(max_length: int | str) -> int:
+    """The argument max_length as a number. Raises ConfigError."""
+    length = 0
+    with contextlib.suppress(ValueError):
+        length = tokens(str(max_length))
+    require(
+        length > 0,
+        f"max_length = {max_length} is not a number of tokens; write for example 4096 or 128k",
+    )
+    return length
+
+
 def _choose_gpu(name: str) -> str:
     """training.device of lm_eval's --device; the GPU of cuda:N is the current one from now on."""
     kind, _, number = name.partition(":")
@@ -372,7 +401,8 @@ def _settings(
     if checkpoint is not None:
         step = find_checkpoint(checkpoint)
         config = config or find_config(checkpoint)
-    words = [] if config is None else ["--config", config]
+    words = [] if config is None else ["--config", str(config)]
+    pretrained = None if pretrained is None else str(pretrained)
     dense = attention == "dense"
     if config is None:
         # No configuration says how the model was trained.
