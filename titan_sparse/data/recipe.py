@@ -80,7 +80,10 @@ def prepare_command(data: Data, tokenizer: Tokenizer) -> str:
         value = getattr(data, name, None)
         if value != getattr(Recipe(), name) and value is not None:
             flag = name.replace("_", "-")
-            words += {True: [f"--{flag}"], False: [f"--no-{flag}"]}.get(value, [f"--{flag}", value])
+            if isinstance(value, bool):
+                words.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
+                words += [f"--{flag}", str(value)]
     return shlex.join(words)
 
 

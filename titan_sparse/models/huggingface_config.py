@@ -170,7 +170,7 @@ def check_json(values: dict[str, Any], families: dict[str, Family]) -> str:
             f"{', '.join(families)}{f' ({text})' * (f'{model_type}_text' in families)}"
         )
     family = families[model_type]
-    other = _BY_OURS * (families is NATIVE)
+    other = _INSTEAD * (families is NATIVE)
     _check_types({key: value for key, value in values.items() if value is not None})
     # transformers would use the sizes of a published model instead.
     for key in (*_GIVEN, *family.needed):
@@ -338,7 +338,8 @@ def read_object(path: Path, named: str) -> dict[str, Any]:
 
 _READ_BY_OTHERS = ("partial_rotary_factor", "mscale", "mscale_all_dim", "truncate")
 """Keys of a rotary embedding that transformers' own code reads."""
-_BY_OURS = ' by our decoder; write model.implementation = "transformers"'
+_INSTEAD = ' by our decoder; write model.implementation = "transformers"'
+"""What ends a refusal of a model that transformers' own code trains."""
 
 
 def read_rope(values: dict[str, Any]) -> RopeConfig:
@@ -376,7 +377,7 @@ def read_rope(values: dict[str, Any]) -> RopeConfig:
     missing = (known & _ROPE_NEEDED) - table.keys()
     for problem, keys in (("with", table.keys() - known), ("without", missing)):
         if keys:
-            other = _BY_OURS * (min(keys) in _READ_BY_OTHERS)
+            other = _INSTEAD * (min(keys) in _READ_BY_OTHERS)
             raise ValueError(
                 f'rope scaling "{rope_type}" {problem} {min(keys)} cannot be trained{other}'
             )
@@ -399,7 +400,7 @@ def read_rope(values: dict[str, Any]) -> RopeConfig:
     }
     for rule, holds in rules.items():
         if not holds:
-            other = _BY_OURS * rule.startswith("attention_factor")
+            other = _INSTEAD * rule.startswith("attention_factor")
             raise ValueError(
                 f'rope scaling "{rope_type}" = {table} cannot be trained, only {rule}{other}'
             )

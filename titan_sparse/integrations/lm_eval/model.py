@@ -139,7 +139,7 @@ class TitanSparseLM(TemplateLM):
         if dist.get_rank() != 0:
             self._rank = _Silent()
 
-    # HFLM's own, which read tokenizer, add_bos_token, chat_template_args, and the one that is constant here.
+    # HFLM's own. They read tokenizer, add_bos_token, chat_template_args, and the constant here.
     custom_prefix_token_id = None
     eot_token_id = HFLM.eot_token_id
     prefix_token_id = HFLM.prefix_token_id
