@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.distributed import run_processes
 from tests.reference import attention_with_sinks, dense_attention
-from titan_sparse.attention import ContextParallel, decode
+from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.decode import Cached, attend_cached
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -47,8 +47,7 @@ def _parts(cached: Cached, edges: list[int]) -> list[Cached]:
     "dtype, tolerance",
     [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)],
 )
-def test_keys_in_parts_and_chunks(monkeypatch, dtype, tolerance):
-    monkeypatch.setattr(decode, "_CHUNK", 8)
+def test_keys_in_parts(dtype, tolerance):
     q, cached = _inputs(dtype)
     sinks = torch.tensor([0.5, -torch.inf, 3.0, 0.0, -2.0, 1.0], device=DEVICE, dtype=dtype)
     # A part without keys, and one of which nothing is seen.

@@ -131,7 +131,7 @@ def main() -> None:
     from titan_sparse.attention.backends import BACKENDS
     from titan_sparse.attention.masks.ranges import Causal, Documents
     from titan_sparse.attention.patterns import MoBA, VerticalSlash, XAttention
-    from titan_sparse.kernels import compact, cross_entropy, merge, sinks
+    from titan_sparse.kernels import compact, cross_entropy, decode, merge, sinks
 
     triton = BACKENDS["triton"]
 
@@ -148,12 +148,17 @@ def main() -> None:
     # Their attention is that of others; what they choose by is their own.
     for pattern in (independent, XAttention()):
         pattern.select(heads(4), heads(2), Causal())
+    # Blocks that the eager backend alone takes, and no kernel.
+    for pattern in (VerticalSlash(dense_below=256), independent):
+        pattern.select(heads(4), heads(2), documents, block_size=24)
 
     out = heads(4).detach()
     lse = torch.zeros(out.shape[:3])
     merge.merge(out, lse, out, lse, torch.float32)
     merge.add(out, out, torch.float32)
     sinks.sinks_gradient(out, out, lse, torch.zeros(4))
+    seen = torch.ones(1, 1024, dtype=torch.bool)
+    decode.attend_in_parts(out[:, :, :1], out[:, :2], out[:, :2], seen, 0.1)
     compact.compact(torch.ones(2, 2000, dtype=torch.bool), 2000, 0)
     logits = torch.zeros(64, 1000)
     cross_entropy.cross_entropy(logits, torch.zeros(64).long(), None, 1e-4, torch.bfloat16)

@@ -4,20 +4,17 @@ Each rank attends to the keys that it holds, in any layout. The results of the r
 log-sum-exp, on every rank in the same order, so all ranks get bitwise equal results.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.backends.base import Partial, merge
+from titan_sparse.attention.backends.base import Partial
 from titan_sparse.attention.context_parallel.group import ContextParallel
+from titan_sparse.kernels.decode import attend_in_parts, attend_in_parts_naive
 from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.kernels.sinks import add_sinks
-
-_CHUNK = 32768
-"""Number of keys whose scores are in memory at a time."""
 
 
 class Cached(NamedTuple):
@@ -42,57 +39,32 @@ def attend_cached(
     """
     if scale is None:
         scale = q.shape[-1] ** -0.5
-    parts = []
-    for part in cached:
-        for start in range(0, part.keys.shape[2], _CHUNK):
-            chunk = slice(start, start + _CHUNK)
-            keys = part.keys[:, :, chunk]
-            values = part.values[:, :, chunk]
-            parts.append(_attend(q, keys, values, part.seen[:, chunk], scale))
-    if not parts:
-        dtype = accumulation_dtype(q.dtype)
-        lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
-        parts.append(Partial(torch.zeros_like(q, dtype=dtype), lse))
-    total = functools.reduce(_merge, parts)
+    has_kernel = q.is_cuda and q.dtype != torch.float64
+    attend = attend_in_parts if has_kernel else attend_in_parts_naive
+    # No part where a rank holds no keys.
+    none = q.new_empty(*q.shape[:2], 0, q.shape[-1], dtype=accumulation_dtype(q.dtype))
+    parts = [(none, none[..., 0])]
+    parts += [attend(q, *part, scale) for part in cached]
+    outs, lses = zip(*parts, strict=True)
+    total = _merge(torch.cat(outs, dim=2), torch.cat(lses, dim=2))
     if cp.size > 1:
         # In one collective: [ranks, B, Hq, 1, D + 1].
         of_ranks = cp.all_gather(torch.cat([total.out, total.lse[..., None]], dim=-1))
-        parts = [Partial(x[..., :-1].contiguous(), x[..., -1].contiguous()) for x in of_ranks]
-        total = functools.reduce(_merge, parts)
+        # [B, Hq, ranks, D + 1]
+        of_ranks = of_ranks.squeeze(3).movedim(0, 2)
+        total = _merge(of_ranks[..., :-1], of_ranks[..., -1])
     out, lse = total
     if sinks is not None:
         out, _ = add_sinks(out, lse, sinks)
     return out.to(q.dtype)
 
 
-def _merge(total: Partial, part: Partial) -> Partial:
-    return merge(total, part.out, part.lse, part.out.dtype)
+def _merge(out: Tensor, lse: Tensor) -> Partial:
+    """Attention over all keys, for one query: out [B, Hq, 1, D] and lse [B, Hq, 1].
 
-
-def _attend(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float) -> Partial:
-    """Attention to some keys, in fp32 (fp64 for fp64)."""
-    kv_heads = keys.shape[1]
-    # [B, Hkv, G, D]: the queries of a group share its keys.
-    grouped = q.squeeze(2).unflatten(1, (kv_heads, -1))
-    # [B, Hkv, G, n]
-    scores = _matmul(grouped, keys.transpose(2, 3)) * scale
-    scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
+    out: [B, Hq, P, D], over each of P parts of the keys. lse: [B, Hq, P].
+    """
+    total = lse.logsumexp(-1, keepdim=True)
     # Where nothing is seen, -inf - -inf would be NaN.
-    largest = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
-    weights = (scores - largest).exp()
-    total = weights.sum(-1, keepdim=True)
-    lse = largest + total.log()
-    out = _matmul(weights.to(values.dtype), values) / total.clamp(min=1)
-    return Partial(out.flatten(1, 2)[:, :, None], lse.flatten(1, 3)[..., None])
-
-
-def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a [B, H, M, K] @ b [B, H, K, N], summed and returned in fp32 (fp64 for fp64), also under
-    torch.autocast."""
-    dtype = accumulation_dtype(a.dtype)
-    with torch.autocast(a.device.type, enabled=False):
-        if a.is_cuda and a.dtype != dtype:
-            # Sums that are not rounded to 16 bits, without copies of a and b in fp32.
-            product = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=dtype)
-            return product.unflatten(0, a.shape[:2])
-        return a.to(dtype) @ b.to(dtype)
+    share = (lse - total.clamp(min=torch.finfo(lse.dtype).min)).exp()
+    return Partial((out * share[..., None]).sum(2, keepdim=True), total)

@@ -203,8 +203,9 @@ class _Places:
 
     def kept(self) -> Tensor:
         """Positions of the new tokens that this rank keeps, int64 [B, n]."""
-        numbers = torch.arange(self.cp.rank, self.number + 1, self.cp.size)
-        return self.lengths[:, None] + numbers.to(self.lengths.device)
+        device = self.lengths.device
+        numbers = torch.arange(self.cp.rank, self.number + 1, self.cp.size, device=device)
+        return self.lengths[:, None] + numbers
 
 
 @dataclass(eq=False)
