@@ -24,6 +24,11 @@ _CHUNK = 128
 """Tiles of a row that a program looks at together."""
 
 
+def takes_blocks(block_size: int) -> bool:
+    """True if the kernels here, and those of the selection, take blocks of so many tokens."""
+    return block_size >= 16 and block_size & (block_size - 1) == 0
+
+
 @triton.jit
 def _selected(slashes, a, c, span, valid):
     """True if blocks a and c (vectors, as the rest) are computed whole.

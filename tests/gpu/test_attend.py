@@ -11,9 +11,16 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.gpu.errors import skip_without
 from tests.gpu.test_gradient_matrix import PATTERNS
-from tests.reference import attention_bytes, gradients, relative_error, structured_qkv
+from tests.reference import (
+    attention_bytes,
+    dense_attention,
+    gradients,
+    relative_error,
+    structured_qkv,
+)
 from titan_sparse.attention import attend
 from titan_sparse.attention.masks.ranges import Causal
+from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.models.flavours import FLAVOURS
 from titan_sparse.training.model import checkpoint_contexts
 
@@ -34,6 +41,18 @@ def test_nothing_to_attend_to(pattern, backend):
         run = functools.partial(attend, pattern=PATTERNS[pattern], backend=backend)
         out, grads = gradients(run, leaves[0], *leaves)
         assert [x.shape for x in (out, *grads)] == [x.shape for x in (leaves[0], *leaves)]
+
+
+@pytest.mark.parametrize("block_size", [8, 24])
+def test_blocks_that_no_kernel_takes(block_size):
+    q, k, v = _qkv(480, dtype=torch.float32)
+    pattern = VerticalSlash(recall=0.8, sinks=4, dense_below=64)
+    options = dict(pattern=pattern, backend="eager", block_size=block_size)
+    out, aux = attend(q, k, v, return_aux=True, **options)
+    seen = aux.index.selected_keys(torch.arange(480, device=q.device)).tril()
+    assert not seen.all() and seen.diagonal(dim1=2, dim2=3).all()
+    want, _ = dense_attention(q.double(), k.double(), v.double(), seen, 64**-0.5)
+    assert relative_error(out, want) < 1e-5
 
 
 @pytest.mark.parametrize("pattern", ["dense", "vertical_slash", "joint", "published"])

@@ -44,7 +44,7 @@ def _by_twins(q: Tensor, k: Tensor, pattern: Pattern, mask: Mask):
     """The selection in plain torch, on the same device."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (probe, joint, independent):
-            patch.setattr(module, "by_kernels", lambda keys: False)
+            patch.setattr(module, "by_kernels", lambda keys, block_size: False)
         patch.setattr(xattention, "_by_kernels", lambda q, cp, stride: False)
         return pattern.select(q, k, mask)
 

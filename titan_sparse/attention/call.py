@@ -15,6 +15,7 @@ from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask
 from titan_sparse.attention.patterns.base import BlockIndex, Computation, Dense, Pattern
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
 from titan_sparse.kernels.block_sparse import Piece, Tiles
+from titan_sparse.kernels.block_tables import takes_blocks
 from titan_sparse.kernels.dtypes import accumulation_dtype
 
 
@@ -171,7 +172,8 @@ class AttentionCall:
 
     def _has_table_kernels(self) -> bool:
         """True if kernels make the tables, with no wait of the host."""
-        return self.index.has_table_kernels and self.mask.start.is_cuda
+        has_kernels = self.index.has_table_kernels and takes_blocks(self.index.block_size)
+        return has_kernels and self.mask.start.is_cuda
 
     @property
     def _slash_index(self) -> VerticalSlashIndex:

@@ -202,7 +202,7 @@ def test_selection_by_kernels_is_that_of_the_twins(pattern, mask, monkeypatch):
     q, k, _ = structured_qkv(2, 4, 2, 128, 16, seed=5, dtype=torch.float32)
     of_twins = pattern.select(q, k, mask, block_size=16)
     for module in (probe, joint):
-        monkeypatch.setattr(module, "by_kernels", lambda keys: True)
+        monkeypatch.setattr(module, "by_kernels", lambda keys, block_size: True)
     monkeypatch.setattr(joint, "compact", compact.compact)
     of_kernels = pattern.select(q, k, mask, block_size=16)
     assert torch.equal(of_kernels.capped, of_twins.capped)

@@ -213,7 +213,7 @@ def _masses(
     batch, heads = q.shape[:2]
     probe, keys, lse = look(q, k, plan.geometry, cp, scale)
     # Of this rank's keys, for all heads: [B, Hq, n_local, b] and [B, Hq, n_local, T, U].
-    module = kernels if by_kernels(k) else kernels.naive
+    module = kernels if by_kernels(k, cp.block_size) else kernels.naive
     vertical, tiles = module.block_masses(probe, keys, lse)
 
     # [B Hq, elements]: one exchange for both, padded so that every rank gets equally many pairs.

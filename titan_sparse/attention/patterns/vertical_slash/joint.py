@@ -118,7 +118,7 @@ def choose(
     seq_len = plan.span_of_token.shape[1]
     slash_bins, slash_count, bins, mass, count = _histograms(q, k, plan, cp, scale)
     bins, mass, count = _of_all_ranks(bins, mass, count, cp)
-    module = kernels if by_kernels(k) else kernels.naive
+    module = kernels if by_kernels(k, cp.block_size) else kernels.naive
     bounds = [
         CountBounds(count, plan.options.min_verticals, plan.most_verticals),
         CountBounds(slash_count, plan.options.min_slashes, plan.most_slashes),
@@ -145,7 +145,7 @@ def _histograms(
     and the number of verticals, [B, Hq, n, BINS]."""
     probe, keys, lse = look(q, k, plan.geometry, cp, scale)
     free = probe._replace(start=plan.free_start, stop=plan.free_stop)
-    module = kernels if by_kernels(k) else kernels.naive
+    module = kernels if by_kernels(k, cp.block_size) else kernels.naive
     first, *of_tiles = module.first_scores(free, keys, lse)
     gains = cp.all_reduce(module.slash_gains(*of_tiles, plan.tile, plan.rows))
     of_slashes, slash_bins = module.slash_scores(gains, plan.cost, plan.is_local)

@@ -13,6 +13,7 @@ from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.patterns.spans import Spans, entries, lookup, spans_of_blocks
 from titan_sparse.kernels import probe as kernels
+from titan_sparse.kernels.block_tables import takes_blocks
 from titan_sparse.kernels.probe import KeyBlocks, Probe
 
 _FRACTION_BITS = 16
@@ -197,7 +198,7 @@ def look(
     """
     probe = _gather_probe(q, geometry, cp, scale)
     keys = KeyBlocks(k, geometry.blocks, geometry.slot, cp.block_size)
-    module = kernels if by_kernels(k) else kernels.naive
+    module = kernels if by_kernels(k, cp.block_size) else kernels.naive
     local_lse = module.span_lse(module.block_lse(probe, keys), keys.slot, geometry.run)
     # [ranks, B, Hq, n, P]
     all_lse = cp.all_gather(local_lse)
@@ -224,11 +225,12 @@ def _gather_probe(q: Tensor, geometry: ProbeGeometry, cp: ContextParallel, scale
     )
 
 
-def by_kernels(k: Tensor) -> bool:
-    """True if Triton's kernels take these keys.
+def by_kernels(k: Tensor, block_size: int) -> bool:
+    """True if Triton's kernels take these keys in such blocks.
 
     They take no fp64, and of fp32 no more than head_dim 128: a block of larger keys and the probe's
     rows would need 256 KiB of shared memory.
     """
     is_too_large = k.dtype == torch.float32 and k.shape[-1] > 128
-    return k.is_cuda and k.dtype != torch.float64 and not is_too_large
+    takes_keys = k.is_cuda and k.dtype != torch.float64 and not is_too_large
+    return takes_keys and takes_blocks(block_size)
