@@ -8,6 +8,7 @@ function of this file.
 """
 
 import functools
+import itertools
 import json
 import re
 import sys
@@ -217,14 +218,11 @@ def speed(logged: list[dict]) -> float:
 def steps() -> list[str]:
     """Whole steps: seconds, tokens/s of all GPUs, MFU, and memory."""
     rows = []
-    short = result("step_0_5b_128k_density_h200")["runs"]
     three_b = result("step_3b_128k_density_h100")["runs"]
     long = row("step_qwen2_5_3b_512k_h200", name="sparse3b")
     longest = result("step_long_2xh200")["runs"]
     qwen, llama = (longest[f"{name}, vertical_slash"] for name in ("Qwen2.5-3B", "Llama-3.1-8B"))
     for label, tokens, attention, ranks, run in (
-        ("Qwen2.5-0.5B, one", "131,072", "dense, flex", 1, short["dense"]),
-        ("Qwen2.5-0.5B, one", "131,072", "sparse, flex", 1, short["sparse"]),
         ("Qwen2.5-3B, one H100", "131,072", "dense, flex", 1, three_b["dense"]),
         ("Qwen2.5-3B, one H100", "131,072", "sparse, flex", 1, three_b["sparse"]),
         ("Qwen2.5-3B, one", "524,288", "sparse, flex", 1, long),
@@ -245,7 +243,7 @@ def steps() -> list[str]:
 
 
 def trainers() -> list[str]:
-    return _steps_of_arms("trainers", "torchtitan", "transformers")
+    return _steps_of_arms(["trainers", "trainers_qwen_h200"], "torchtitan", "transformers")
 
 
 def step_graphs() -> list[str]:
@@ -269,18 +267,18 @@ def step_graphs() -> list[str]:
 
 
 def huggingface_steps() -> list[str]:
-    return _steps_of_arms("huggingface_h200", "sdpa")
+    return _steps_of_arms(["huggingface_h200"], "sdpa")
 
 
 def hybrid() -> list[str]:
-    return _steps_of_arms("hybrid_h100", "transformers")
+    return _steps_of_arms(["hybrid_h100"], "transformers")
 
 
-def _steps_of_arms(file: str, *peers: str) -> list[str]:
+def _steps_of_arms(files: list[str], *peers: str) -> list[str]:
     """Seconds and GiB of a step. A row that names its gpu was measured on another than the file's."""
     arms = (*peers, "ours, dense", "ours, vertical_slash")
     cases: dict[tuple[str, str], dict[str, str]] = {}
-    for ran in result(file)["rows"]:
+    for ran in itertools.chain(*(result(file)["rows"] for file in files)):
         name = " on ".join([ran["shape"].upper(), *filter(None, [ran.get("gpu")])])
         cell = "out of memory"
         if "OutOfMemoryError" not in ran.get("error", ""):
@@ -367,15 +365,15 @@ def choose_larger() -> list[str]:
 
 def ruler() -> list[str]:
     """Scores of RULER's tasks, in percent, by weights and the attention that reads them."""
-    found = result("ruler_qwen_0_5b_h200")["rows"]
-    tasks = list(dict.fromkeys(one["task"] for one in found))
-    rows: dict[tuple[str, str], list[str]] = {}
-    for one in found:
-        sides = tuple(one[side].replace("_", " 0.") for side in ("weights", "mode"))
-        rows.setdefault(sides, []).append(f"{100 * one['score']:.0f}")
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    for size in ("1.5B", "0.5B"):
+        for one in result(f"ruler_qwen_{size.lower().replace('.', '_')}_h200")["rows"]:
+            sides = (one[side].replace("_", " 0.") for side in ("weights", "mode"))
+            rows.setdefault((size, *sides), {})[one["task"]] = f"{100 * one['score']:.0f}"
+    tasks = next(iter(rows.values()))
     return lines(
-        " | ".join(["trained with", "read by", *tasks]),
-        [[*sides, *scores] for sides, scores in rows.items()],
+        " | ".join(["model", "trained with", "read by", *tasks]),
+        [[*case, *scores.values()] for case, scores in rows.items()],
     )
 
 
