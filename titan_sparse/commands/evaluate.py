@@ -58,9 +58,12 @@ def main(words: list[str]) -> int:
         results["needle"] = {"cells": needle.by_cell(records), "records": records}
     if dist.get_rank() == 0:
         for task, length in itertools.product(args.tasks, args.lengths):
-            # A generated answer is not read with the prompt.
             at_once = length
-            if task == "needle" and args.answers == "generated":
+            if task == "position":
+                # Of documents that are shorter than a window, all is in one.
+                at_once = max(len(sequence.tokens) for sequence in windows[length])
+            elif args.answers == "generated":
+                # A generated answer is not read with the prompt.
                 at_once -= max(sample.new_tokens for sample in needles)
             if config.attention.pattern != "dense" and at_once < sparse_from(config.attention):
                 print(
