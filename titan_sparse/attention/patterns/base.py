@@ -16,6 +16,7 @@ from titan_sparse.attention.inputs import (
     Ranks,
     check_scale,
     check_tensors,
+    constant,
     mask_of_whole_blocks,
     ranks_of,
     resolve_mask,
@@ -278,6 +279,10 @@ class Pattern(PatternOptions):
         # asdict() would copy them, which torch.compile cannot trace before torch 2.13.
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
         options = {field.name: getattr(self, field.name) for field in fields}
+        if torch.compiler.is_compiling():
+            # A number that changes from call to call would be a symbol.
+            numbers = {name: x for name, x in options.items() if type(x) in (int, float)}
+            options |= {name: type(x)(constant(x)) for name, x in numbers.items()}
         key = f"{_class_key(type(self))}:{options}"
         # The dataclass is frozen.
         object.__setattr__(self, "key", key)
