@@ -200,7 +200,7 @@ def recording(recall_rows: int = 0, thumbnail_cells: int = 0) -> Iterator[Record
 
     Collective: all context-parallel ranks record at the same time, with the same arguments.
     """
-    seen = Recording(recall_rows, thumbnail_cells, outer=recorder.listening)
+    seen = Recording(recall_rows, thumbnail_cells, outer=recorder.listeners.recording)
     try:
         with recorder.observed_by(seen):
             yield seen

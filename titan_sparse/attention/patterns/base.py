@@ -349,16 +349,16 @@ class Pattern(PatternOptions):
         # Autocast would select by products of 16 bits.
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             tensors = self.select_tensors(whole_q, whole_k, ranges, cp, scale)
-        if recorder.listening and (observer := recorder.observer()):
+        if recorder.listeners.recording and (observer := recorder.observer()):
             observer.selection(cp.sent["collectives"] - sent_before)
         # What activation checkpointing repeats is not counted again.
-        if recorder.capped is not None and not recorder.recomputing():
+        if recorder.listeners.capped is not None and not recorder.recomputing():
             index = self.index(tensors, ranges, q.shape[0], q.shape[1], size)
             if index.capped is not None:
                 # [B, Hq, 3]
                 both = index.capped.all(-1, keepdim=True)
                 capped = torch.cat([index.capped, both], dim=-1)
-                recorder.capped.append(capped.mean((0, 1), dtype=torch.float64))
+                recorder.listeners.capped.append(capped.mean((0, 1), dtype=torch.float64))
         return tensors
 
     def select_tensors(
