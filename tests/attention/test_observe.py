@@ -157,6 +157,24 @@ def test_a_thread_records_its_own_calls():
     assert torch.equal(seen.density(), density[None].double() / (256 * 257 / 2))
 
 
+def test_a_recording_does_not_depend_on_the_default_dtype():
+    """Of which programs make bfloat16. It has 8 bits for rows up to 639."""
+    q, k, v = structured_qkv(1, 4, 2, 640, 8)
+    pattern = VerticalSlash(recall=0.6, dense_below=64)
+    recordings = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            with recording(recall_rows=20, thumbnail_cells=3) as seen:
+                attend(q, k, v, Causal(), pattern, block_size=16)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        recordings.append(seen)
+    one, other = recordings
+    assert torch.equal(one.recall[0], other.recall[0])
+    assert torch.equal(one.thumbnails[0].nan_to_num(2), other.thumbnails[0].nan_to_num(2))
+
+
 def test_verticals_come_with_chunks_that_a_rank_computes_on():
     """Rank 0 computes in one step, rank 1 in two, rank 2 in three."""
     pairs = torch.tensor([[4, 0, 0], [5, 6, 0], [1, 2, 7]])
