@@ -6,8 +6,9 @@
         --tasks needle --lengths 131072 --parallelism.cp 8
 
 Attention is dense, or as it was trained. Other words are options of the configuration, as train.py
-takes them: --data.source is the text that is read and that hides needles. Writes OUT/results.json
-(everything), OUT/*.csv (tables) and OUT/*.png. See docs/huggingface.md.
+takes them, but for those that only training reads: --data.source is the text that is read and that
+hides needles. Writes OUT/results.json (everything), OUT/*.csv (tables) and OUT/*.png. See
+docs/huggingface.md.
 """
 
 import argparse
