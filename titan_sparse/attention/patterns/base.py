@@ -164,14 +164,24 @@ class BlockIndex:
         is_vertical.scatter_(2, self.verticals.long().clamp(max=self.seq_len), True)
         return in_blocks | is_vertical[:, :, None, :-1]
 
-    def dense(self, mask: Mask) -> Tensor:
-        """bool [B, Hq, S, S] in global order: exactly the pairs that attend() computes.
+    def dense(self, mask: Mask | MaskRanges) -> Tensor:
+        """bool [B, Hq, S, S] in global order: exactly the pairs that attend() computes with this mask.
 
-        For tests and pictures.
+        For tests and pictures. Raises ValueError for a mask of another length.
         """
-        device = self.verticals.device
-        position = torch.arange(self.seq_len, device=device)
-        return self.selected_keys(position) & mask.dense(self.seq_len, device)[:, None]
+        ranges = self._ranges(mask)
+        position = torch.arange(self.seq_len, device=ranges.start.device)
+        return self.selected_keys(position) & ranges.dense()[:, None]
+
+    def _ranges(self, mask: Mask | MaskRanges) -> MaskRanges:
+        """The mask for the tokens of this index. Raises ValueError for one of another length."""
+        ranges = mask.rows(self.seq_len, self.verticals.device) if isinstance(mask, Mask) else mask
+        if ranges.start.shape[1] != self.seq_len:
+            raise ValueError(
+                f"the mask is for {ranges.start.shape[1]} tokens, the index for {self.seq_len}; write "
+                f"mask.rows({self.seq_len})"
+            )
+        return ranges
 
     def block_mask(self, mask: Mask | MaskRanges) -> BlockMask:
         """[B, Hq, S, S] for flex_attention(q, k, v, block_mask=..., enable_gqa=True), in global order:
@@ -179,13 +189,7 @@ class BlockIndex:
 
         Raises ValueError for a mask of another length.
         """
-        device = self.verticals.device
-        ranges = mask.rows(self.seq_len, device) if isinstance(mask, Mask) else mask
-        if ranges.start.shape[1] != self.seq_len:
-            raise ValueError(
-                f"the mask is for {ranges.start.shape[1]} tokens, the index for {self.seq_len}; write "
-                f"mask.rows({self.seq_len})"
-            )
+        ranges = self._ranges(mask)
         blocks = self.all_blocks()
         return flex_block_mask(
             ranges,
@@ -193,7 +197,7 @@ class BlockIndex:
             self.selects(blocks, blocks),
             self.selects_for_all(blocks, blocks),
             self.verticals,
-            self.chosen_chunks(torch.arange(self.seq_len, device=device)),
+            self.chosen_chunks(torch.arange(self.seq_len, device=ranges.start.device)),
         )
 
 
