@@ -17,7 +17,7 @@ from titan_sparse.attention.context_parallel.group import ContextParallel
 
 
 class _Listeners(threading.local):
-    """Of one thread, as others may compute attention at the same time."""
+    """The listeners of one thread, as others may compute attention at the same time."""
 
     recording: Any = None
     """The Recording (observe.py) that attention calls are reported to, or None."""

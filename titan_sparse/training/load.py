@@ -76,13 +76,13 @@ _OF_TRAINING = (
     *("training.max_norm", "training.mlp_chunk_tokens", "training.output_dir", "training.seed"),
     *("training.steps", "training.stop_grace_seconds", "training.z_loss"),
 )
-"""How the keys begin that only training reads. A run's file has them."""
+"""Beginnings of the keys that only training reads. They stand in a run's file."""
 
 _OF_TEXTS = (
     *("data.bad_rows", "data.format", "data.join_packages", "data.loss_on", "data.messages_field"),
     *("data.min_document_length", "data.source", "data.split", "data.subset", "data.text_field"),
 )
-"""How the keys begin that say which texts are read, and how."""
+"""Beginnings of the keys that say which texts are read."""
 
 
 def load_for_evaluation(
