@@ -17,7 +17,6 @@ from titan_sparse.commands import train
 ROOT = Path(__file__).parents[1]
 TINY_RUN = (
     "--training.steps=2",
-    "--training.seq_len=4096",
     "--lr_scheduler.warmup_steps=0",
     "--checkpoint.interval=2",
 )
@@ -56,9 +55,9 @@ def test_the_commands_work_on_a_tiny_model(tmp_path, capsys):
         f"--model.initial_hf={model}",
         f"--data.tokenizer={model}",
         f"--data.source={tmp_path}/chats/train.jsonl",
-        f"--training.output_dir={tmp_path}/run",
-        *TINY_RUN,
+        "--training.seq_len=4096",
     ]
+    of_training = [f"--training.output_dir={tmp_path}/run", *TINY_RUN]
     real, write, before, training, after, compare = _commands(tmp_path)
     assert real[-2:] == ["--out", "outputs/smollm2"] and "outputs/smollm2" in before
     few = ["--chats=8", "--held-out=6", "--entries=16"]
@@ -68,7 +67,9 @@ def test_the_commands_work_on_a_tiny_model(tmp_path, capsys):
     printed = run_program(2, chat_demo.main, [*_after(before, "examples.chat_demo"), *tiny])
     assert "of 6 answers are exact" in printed
     asking = [*_after(after, "examples.chat_demo"), *tiny]
-    run_program(2, _train_and_ask, [*_after(training, "train.py"), *tiny, "then", *asking])
+    run_program(
+        2, _train_and_ask, [*_after(training, "train.py"), *tiny, *of_training, "then", *asking]
+    )
 
     # Nothing is learned in two steps.
     assert chat_demo.main(_after(compare, "examples.chat_demo")) == 1

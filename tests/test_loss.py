@@ -164,6 +164,8 @@ def test_bad_arguments_are_refused():
     hidden, weight, labels = _inputs(2, 8, 6, 11)
     refused = [
         (ValueError, "shape of hidden", (hidden, weight, labels[:, :-1], 4)),
+        (ValueError, r"write labels.long\(\)", (hidden, weight, labels.short(), 4)),
+        (ValueError, r"write labels.long\(\)", (hidden, weight, labels.double(), 4)),
         (ValueError, "training.loss_chunk_tokens", (hidden, weight, labels, 0)),
         (ValueError, "float16", (hidden.half(), weight.half(), labels, 4)),
         (ValueError, "weight torch.float64", (hidden.float(), weight, labels, 4)),

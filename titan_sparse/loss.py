@@ -102,9 +102,12 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) ->
             f"labels {tuple(labels.shape)} must have the shape of hidden {tuple(hidden.shape)} "
             "less D."
         )
+    if labels.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"labels are {labels.dtype}; write labels.long()")
     if chunk_tokens < 1:
         raise ValueError(
-            f"training.loss_chunk_tokens = {chunk_tokens} is not positive; write for example 4096."
+            f"chunk_tokens (training.loss_chunk_tokens) = {chunk_tokens} is not positive; write for "
+            "example 4096."
         )
     dtypes = (torch.bfloat16, torch.float32, torch.float64)
     if hidden.dtype != weight.dtype or hidden.dtype not in dtypes:

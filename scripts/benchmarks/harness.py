@@ -74,13 +74,14 @@ class Bench(NamedTuple):
     ) -> ContextParallel:
         # double_ring needs two axes even where all ranks are on one node.
         axes = {"double_ring": max(2, self.nodes), "group_cast": self.nodes}
+        stages = (overlap_stages, overlap_stages) if schedule == "group_cast" else None
         return ContextParallel(
             cp_mesh(self.device.type, axes.get(schedule, 1), self.world),
             layout,
             schedule,
             self.args.block_size,
             gradient_dtype=gradient_dtype,
-            overlap_stages=(overlap_stages, overlap_stages),
+            overlap_stages=stages,
         )
 
     def attention(

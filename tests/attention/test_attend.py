@@ -333,16 +333,23 @@ def test_context_parallel_refuses(options, words):
         ContextParallel(None, **options)
 
 
-@pytest.mark.parametrize("options", [{"backward_circulates": "q"}, {"route_by": "mask"}], ids=str)
-@pytest.mark.parametrize("schedule", ["all_gather", "group_cast", "ulysses"])
-def test_options_of_rings_are_not_ignored(schedule, options):
+@pytest.mark.parametrize(
+    "options, schedules, instead",
+    [
+        ({"backward_circulates": "q"}, ("all_gather", "group_cast", "ulysses"), "ring"),
+        ({"route_by": "mask"}, ("all_gather", "group_cast", "ulysses"), "ring"),
+        ({"overlap_stages": (2, 2)}, ("all_gather", "ring", "ulysses"), "group_cast"),
+    ],
+    ids=str,
+)
+def test_options_of_other_schedules_are_not_ignored(options, schedules, instead):
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        with pytest.raises(
-            ValueError, match=f'ignored with schedule "{schedule}".*schedule="ring"'
-        ):
-            ContextParallel(mesh, schedule=schedule, **options)
-        ContextParallel(mesh, schedule="ring", **options)
+        for schedule in schedules:
+            refusal = f'ignored with schedule "{schedule}".*schedule="{instead}"'
+            with pytest.raises(ValueError, match=refusal):
+                ContextParallel(mesh, schedule=schedule, **options)
+        ContextParallel(mesh, schedule=instead, **options)
     # The same program on one rank.
     ContextParallel(None, **options)
 

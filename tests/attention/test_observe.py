@@ -1,5 +1,8 @@
 """Pictures and counts of selections, and work per rank and step, against the mask of all pairs."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -127,6 +130,49 @@ def test_large_sequences_are_counted_in_pieces(monkeypatch):
     for name, size in (("_ELEMENTS", 1000), ("_Q_BLOCKS_AT_ONCE", 5), ("_KEYS_AT_ONCE", 50)):
         monkeypatch.setattr(f"titan_sparse.attention.observe.{name}", size)
     torch.testing.assert_close(counts(), at_once, rtol=1e-12, atol=0)
+
+
+def test_a_thread_records_its_own_calls():
+    """Also while others attend or record."""
+    q, k, v = structured_qkv(1, 4, 2, 256, 8)
+    pattern = VerticalSlash(recall=0.6, dense_below=64)
+    begun, ended = threading.Event(), threading.Event()
+
+    def other() -> int:
+        with recording() as seen:
+            attend(q, k, v, Causal(), Dense(), block_size=16)
+            begun.set()
+            assert ended.wait(60)
+            attend(q, k, v, Causal(), Dense(), block_size=16)
+        return len(seen.visited)
+
+    with ThreadPoolExecutor(1) as threads:
+        calls = threads.submit(other)
+        with recording() as seen:
+            assert begun.wait(60)
+            attend(q, k, v, Causal(), pattern, block_size=16)
+        ended.set()
+        assert calls.result() == 2
+    density = pattern.select(q, k, Causal(), block_size=16).dense(Causal()).sum((0, 2, 3))
+    assert torch.equal(seen.density(), density[None].double() / (256 * 257 / 2))
+
+
+def test_a_recording_does_not_depend_on_the_default_dtype():
+    """Of which programs make bfloat16. It has 8 bits for rows up to 639."""
+    q, k, v = structured_qkv(1, 4, 2, 640, 8)
+    pattern = VerticalSlash(recall=0.6, dense_below=64)
+    recordings = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            with recording(recall_rows=20, thumbnail_cells=3) as seen:
+                attend(q, k, v, Causal(), pattern, block_size=16)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        recordings.append(seen)
+    one, other = recordings
+    assert torch.equal(one.recall[0], other.recall[0])
+    assert torch.equal(one.thumbnails[0].nan_to_num(2), other.thumbnails[0].nan_to_num(2))
 
 
 def test_verticals_come_with_chunks_that_a_rank_computes_on():

@@ -86,20 +86,22 @@ def test_compiled_once_equal_to_eager_for_all_masks(pattern, masks):
     [(VerticalSlash, {"dense_below": 32}), (XAttention, {"stride": 4}), (MoBA, {"chunk_size": 16})],
 )
 def test_a_pattern_made_inside_of_a_compiled_function(kind, options):
-    """Tracing does not run what makes it. Its index comes out as well."""
+    """Tracing does not run what makes it. Its index comes out as well. Numbers that change from call to
+    call are constants of a graph, as is a scale."""
     q, k, v = structured_qkv(1, 4, 2, SEQ_LEN, 8)
 
-    def selecting(share: float, cap: int) -> list[Tensor]:
+    def selecting(share: float, cap: int, scale: float) -> list[Tensor]:
         # These options were never used before.
         more = {"top_k": cap} if kind is MoBA else {"threshold": share}
-        more = {"recall": share} if kind is VerticalSlash else more
+        more = {"recall": share, "max_verticals": 9 * cap} if kind is VerticalSlash else more
         pattern = kind(**options, **more)
-        out, aux = attend(q, k, v, DOCUMENTS[1], pattern, block_size=BLOCK, return_aux=True)
+        more = {"block_size": BLOCK, "return_aux": True, "scale": scale}
+        out, aux = attend(q, k, v, DOCUMENTS[1], pattern, **more)
         return [out, aux.lse, *aux.index.tensors()]
 
     compiled = torch.compile(selecting, fullgraph=True, backend="aot_eager")
-    found, wanted = compiled(0.6543, 3), selecting(0.6543, 3)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
+    for numbers in ((0.6543, 3, 0.2), (0.5432, 2, 1), (0.4321, 1, 2)):
+        torch.testing.assert_close(compiled(*numbers), selecting(*numbers), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,10 @@ def test_dense_and_generated(folder, one):
 
 
 def test_lengths_that_are_dense_are_named(folder, capsys):
+    """A window is not longer than its document."""
+    run = folder / "run"
+    of_run = f"--config {run}/config.toml --checkpoint {run} --samples 3 --out {folder}/below"
+    (folder / "long.txt").write_text("a b c d " * 100)
     for task, below, is_dense in (
         ("position --buckets 4", "440", False),
         ("position --buckets 4", "441", True),
@@ -80,12 +84,12 @@ def test_lengths_that_are_dense_are_named(folder, capsys):
         ("needle --depths 1", "441", True),
         ("needle --depths 1 --answers generated", "440", True),
     ):
-        words = f"--tasks {task} --attention.vertical_slash.dense_below {below}"
-        run = folder / "run"
-        of_run = f"--config {run}/config.toml --checkpoint {run} --lengths 440 --samples 3"
-        assert main([*of_run.split(), *words.split(), "--out", str(folder / "below")]) == 0
+        words = f"--tasks {task} --lengths 440 --attention.vertical_slash.dense_below {below}"
         said = f"{task.split()[0]}, --lengths 440: attention was dense, as"
-        assert (said in capsys.readouterr().out) == is_dense
+        for source in ("long.txt", "texts"):
+            assert main(f"{of_run} {words} --data.source {folder}/{source}".split()) == 0
+            is_short = source == "texts" and task.startswith("position")
+            assert (said in capsys.readouterr().out) == (is_dense or is_short)
 
 
 @pytest.mark.parametrize(
@@ -199,16 +203,19 @@ def test_another_text_does_not_need_the_options_of_the_runs(of_run, words, reset
 
 
 def test_other_weights_and_patterns_than_those_that_are_evaluated_are_refused(tmp_path):
-    """On the command line. Those of a run's file are left out, and so is what only training reads."""
-    config = tiny_config(tmp_path, "run", model__flavour="debug", attention__pattern="moba")
+    """On the command line, as is what only training reads. Those of a run's file are left out."""
+    more = {"attention__pattern": "moba", "optimizer__lr": 1.0}
+    config = tiny_config(tmp_path, "run", model__flavour="debug", **more)
     save(config, tmp_path / "run")
-    of_run = ["--config", str(tmp_path / "run/config.toml"), "--optimizer.lr=1"]
+    of_run = ["--config", str(tmp_path / "run/config.toml")]
     _, config = parse([*of_run, "--checkpoint=run", "--attention=dense"])
     assert config.attention.pattern == "dense"
     with refused('attention.pattern = "xattention" would be ignored, as attention is dense; leave'):
         parse([*of_run, "--checkpoint=run", "--attention=dense", "--attention.pattern=xattention"])
     with refused('model.initial_hf = "a" would be ignored, as the weights are those of "b"; leave'):
         parse([*of_run, "--hf=b", "--model.initial_hf=a"])
+    with refused("optimizer.lr, metrics.log_every would be ignored; leave out what only training"):
+        parse([*of_run, "--checkpoint=run", "--optimizer.lr=1", "--metrics.log_every=1"])
 
 
 # Inspection

@@ -136,6 +136,8 @@ def test_a_letter_arrives_when_it_is_whole():
         (["a", "--data.tokenizer=bytes"], "has other tokens than model.initial_hf"),
         (["a", "--data.tokenizer=none"], "does not exist"),
         (["a", "--dry-run"], "flags of train.py would be ignored"),
+        (["a", "--data.source=b"], "data.source would be ignored; leave out what says which"),
+        (["a", "--training.steps=2"], "training.steps would be ignored; leave out what only"),
     ],
 )
 def test_what_cannot_be_generated_is_refused(model, capsys, words, reason):
@@ -154,7 +156,9 @@ def test_a_template_may_be_named(model, capsys, tmp_path):
     words = [model, PROMPT, "--tokens=8", "--data.chat_template", template]
     words += ["--data.chat_template_kwargs", '{"kind": "w7"}']
     assert _printed(capsys, *words) == tokenizer.decode(found, skip_special_tokens=True) + "\n"
-    assert _printed(capsys, *words, "--data.source=texts.jsonl", "--data.text_field=body")
+    of_run = tmp_path / "run.toml"
+    of_run.write_text('[data]\nsource = "texts.jsonl"\ntext_field = "body"\n')
+    assert _printed(capsys, *words, "--config", of_run)
     refusal = error_of(capsys, main, *map(str, words), "--as=text")
     assert "data.chat_template would be ignored with --as text; leave it out" in refusal
 

@@ -23,7 +23,7 @@ from tests.data.helpers import (
 )
 from titan_sparse.commands import prepare_data
 from titan_sparse.config import Data
-from titan_sparse.data.loader import PackedLoader
+from titan_sparse.data.loader import PackedLoader, build_loader
 from titan_sparse.data.shards import DataError
 from titan_sparse.data.tokenizer import ByteTokenizer
 
@@ -191,6 +191,11 @@ def test_an_error_of_a_batch_that_is_not_asked_for_is_none():
             {"format": "messages", "chat_template": "plain.jinja", "messages_field": "talk"},
             " --format messages --messages-field talk --chat-template plain.jinja",
         ),
+        # The template is the model's, as the tokenizer has none.
+        (
+            {"format": "messages", "messages_field": "talk", "tokenizer": "t"},
+            " --tokenizer t --format messages --messages-field talk --chat-template model",
+        ),
     ],
 )
 def test_raw_text_on_several_ranks_should_be_prepared_first(tmp_path, monkeypatch, options, words):
@@ -199,11 +204,13 @@ def test_raw_text_on_several_ranks_should_be_prepared_first(tmp_path, monkeypatc
     (tmp_path / "t").mkdir()
     train_tokenizer(tmp_path / "t", ["</s>"])
     (tmp_path / "plain.jinja").write_text(PLAIN)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/chat_template.jinja").write_text(PLAIN)
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     write_rows(tmp_path / "my texts.jsonl", [{"text": "ab", "body": "cd", "talk": talk}] * 3)
     data = Data(source="my texts.jsonl", **options)
-    assert open_loader(data, 64).advice() == []
-    loader = open_loader(data, 64, dp_size=4)
+    assert build_loader(data, 64, 1, 3, 0, 1, model_folder="model").advice() == []
+    loader = build_loader(data, 64, 1, 3, 0, 4, model_folder="model")
     (line,) = loader.advice()
     command = f"titan-sparse prepare_data 'my texts.jsonl' FOLDER{words}"
     assert line == (

@@ -162,14 +162,15 @@ def test_the_command_prepares_chats(tmp_path, chats_of, capsys):
     assert "data.loss_on" in capsys.readouterr().err
 
 
-def test_prepared_chats_keep_their_template_and_variables(tmp_path, chats_of):
+def test_prepared_chats_keep_their_template_and_what_is_learned(tmp_path, chats_of):
     """A run that leaves data.tokenizer to its model still asks, validates, and exports as it trained.
-    The template beside prepared texts is not that of chats."""
+    The template beside prepared texts is not that of chats, nor is that of prepared chats the one of
+    raw chats beside them."""
     other = tmp_path / "other.jinja"
     other.write_text("{{ shout }}" + CHATML.replace("<|im_start|>", "<|start|>"))
     variables = '{"shout": "!"}'
     data = chats_of()
-    options = {"chat_template": str(other), "chat_template_kwargs": variables}
+    options = {"chat_template": str(other), "chat_template_kwargs": variables, "loss_on": "all"}
     source = prepare_chats(data, tmp_path / "prepared", **options)
     prepared = Data(source=source, tokenizer=data.tokenizer)
     model, tokenizer = data.tokenizer, load_tokenizer(data.tokenizer)
@@ -184,13 +185,32 @@ def test_prepared_chats_keep_their_template_and_variables(tmp_path, chats_of):
 
     config = Config(data=replace(prepared, format="messages"))
     config.validation.source = data.source
-    encoded = open_documents(validation._data(config), tokenizer)[0]
+    encoded = open_documents(validation._data(config), tokenizer)[1]
     assert tokenizer.spell(encoded.tokens).startswith("!<|start|>")
+    shards = TokenShards(source, tokenizer)
+    assert encoded.learned.tolist() == shards[1].learned.tolist()
+    config.data.loss_on = "last_assistant"
+    last = open_documents(validation._data(config), tokenizer)[1].learned
+    assert 0 < last.sum() < encoded.learned.sum()
+    config.data.loss_on = "assistant"
 
     save(config, tmp_path / "run")
     words = ["--config", f"{tmp_path}/run/config.toml", "--data.source", data.source]
     evaluated = load_for_evaluation(words, None, dense=False)
-    assert encoded.tokens.tolist() == open_documents(evaluated.data, tokenizer)[0].tokens.tolist()
+    again = open_documents(evaluated.data, tokenizer)[1]
+    assert encoded.tokens.tolist() == again.tokens.tolist()
+    assert encoded.learned.tolist() == again.learned.tolist()
+    words += ["--data.loss_on", "assistant"]
+    assert load_for_evaluation(words, None, dense=False).data.loss_on == "assistant"
+
+    config.data.source = f"{source}:1, {data.source}:1"
+    (_, raw) = build_loader(config.data, SEQ_LEN, 1, 0, 0, 1).streams
+    beside = open_documents(validation._data(config), tokenizer)[1]
+    assert beside.tokens.tolist() == raw.documents[1].tokens.tolist() != encoded.tokens.tolist()
+    assert beside.learned.tolist() == raw.documents[1].learned.tolist()
+    save(config, tmp_path / "run")
+    evaluated = load_for_evaluation(words[:4], None, dense=False)
+    assert evaluated.data == replace(validation._data(config), sequences="fixed")
 
     text = tmp_path / "texts.jsonl"
     write_rows(text, [{"text": "a text"}])

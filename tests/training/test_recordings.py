@@ -368,7 +368,7 @@ def _check_recordings_within_recordings() -> None:
         assert counts(seen) == [times * number for number in one]
     # run() leaves caps to those who count them around it.
     assert len(outer_caps) == len(inner_caps) == len(failing_caps) == 2
-    assert recorder.listening is None and recorder.capped is None
+    assert recorder.listeners.recording is None and recorder.listeners.capped is None
 
 
 @on_ranks(3)

@@ -1,7 +1,10 @@
 """[validation] in the loop: what it writes, and that training continues as without it."""
 
+import contextlib
 import json
 import re
+from operator import attrgetter
+from typing import get_args
 
 import pytest
 import torch
@@ -12,10 +15,12 @@ from scripts.compare_runs import differences
 from tests.data.helpers import PLAIN
 from tests.distributed import on_ranks
 from tests.runs import tiny_config, train
-from titan_sparse.config import Config, Data, check
+from titan_sparse.config import Config, ConfigError, Data, check
+from titan_sparse.config.reading import KINDS, load_config
 from titan_sparse.data.documents import TokenizedTexts
 from titan_sparse.data.tokenizer import ByteTokenizer
 from titan_sparse.evaluation.position import first_windows, position_loss
+from titan_sparse.options.values import plain
 from titan_sparse.training import validation
 from titan_sparse.training.load import load_for_evaluation
 from titan_sparse.training.metrics_output import read_lines
@@ -174,3 +179,33 @@ def test_what_only_training_has_is_reset(tmp_path):
     config = load_for_evaluation(["--config", str(tmp_path / "c.toml")], hf=None, dense=False)
     assert config.attention.balance_costs == ""
     check(config, 1, 1)
+
+
+@pytest.mark.parametrize("reads_text", [True, False])
+def test_what_the_command_line_says_is_read_or_refused(reads_text):
+    """What a file says of training alone is reset."""
+    choices = ("messages", "2", "1", "0.5", "false", "true")
+    ignored = set()
+    for key, kind in KINDS.items():
+        if key in ("model.initial_hf", "data.tokenizer"):
+            # They have to be there.
+            continue
+        unset = attrgetter(key)(Config())
+        for text in (*get_args(plain(kind)), *choices):
+            words = ["--parallelism.cp=2", f"--{key}={text}"]
+            with contextlib.suppress(ConfigError):
+                given = attrgetter(key)(load_config(words))
+                if given != unset:
+                    break
+        try:
+            config = load_for_evaluation(words, None, dense=False, reads_text=reads_text)
+            assert attrgetter(key)(config) == given
+        except ConfigError as error:
+            assert f"command line: {key} would be ignored; leave out" in str(error)
+            ignored.add(key)
+    assert ("data.source" in ignored) != reads_text
+    read = "data.add_bos training.dtype attention.pattern attention.route_by parallelism.dp_shard"
+    assert ignored.isdisjoint(read.split())
+    of_training = "optimizer lr_scheduler activation_checkpoint float8 compile guard checkpoint"
+    for section in (of_training + " metrics validation profiling").split():
+        assert {key for key in KINDS if key.startswith(f"{section}.")} <= ignored

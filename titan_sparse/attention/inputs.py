@@ -28,7 +28,7 @@ def constant(x: float) -> float:
     two integers of a fraction are constants, and so is their quotient.
     """
     numerator, denominator = x.as_integer_ratio()
-    return numerator / denominator
+    return operator.index(numerator) / denominator
 
 
 class Ranks(NamedTuple):

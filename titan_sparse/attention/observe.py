@@ -200,7 +200,7 @@ def recording(recall_rows: int = 0, thumbnail_cells: int = 0) -> Iterator[Record
 
     Collective: all context-parallel ranks record at the same time, with the same arguments.
     """
-    seen = Recording(recall_rows, thumbnail_cells, outer=recorder.listening)
+    seen = Recording(recall_rows, thumbnail_cells, outer=recorder.listeners.recording)
     try:
         with recorder.observed_by(seen):
             yield seen
@@ -269,7 +269,9 @@ def recall(call: AttentionCall, q: Tensor, k: Tensor, lse: Tensor, samples: int)
     position = token_positions(call.key_blocks(), call.index.block_size)
     local_len = q.shape[2]
     samples_of_rank = max(1, min(samples // cp.size, local_len))
-    rows = torch.linspace(0, local_len - 1, samples_of_rank, device=q.device).long()
+    # Not in torch's default dtype, which may be one of 16 bits.
+    spread = torch.linspace(0, local_len - 1, samples_of_rank, dtype=torch.float64, device=q.device)
+    rows = spread.long()
     # [B, Hq, samples, D] and [B, Hq, samples], of all ranks
     queries = torch.cat(list(cp.all_gather(q[:, :, rows])), dim=2)
     sparse_lse = torch.cat(list(cp.all_gather(lse[:, :, rows])), dim=2)
@@ -340,8 +342,8 @@ def thumbnail(index: BlockIndex, ranges: MaskRanges, cells: int) -> Tensor:
     # [Hq, 1, blocks]: share of the block's keys that are verticals
     vertical_share = verticals_before.diff(dim=-1)[:, None].float() / block_size
 
-    computed = torch.zeros(index.heads, size, size, device=device)
-    allowed = torch.zeros(size, size, device=device)
+    computed = torch.zeros(index.heads, size, size, dtype=torch.float32, device=device)
+    allowed = torch.zeros(size, size, dtype=torch.float32, device=device)
     shares = (blocks.split(_Q_BLOCKS_AT_ONCE), cell_of_block.split(_Q_BLOCKS_AT_ONCE))
     for q_blocks, cell_of_q in zip(*shares, strict=True):
         # [nq, blocks]

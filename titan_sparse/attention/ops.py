@@ -209,7 +209,7 @@ def _forward(
     # Everything below works on whole blocks; [B, H, padded S_local, D].
     q_share, k_share, v_share = bound.take(*(whole_blocks(x, 2, size) for x in (q, k, v)))
     # Other calls do not enter recorder.py.
-    observer = recorder.listening and recorder.observer()
+    observer = recorder.listeners.recording and recorder.observer()
     if observer:
         observer.begin(bound)
     out, lse, vertical_kv = loop.forward(bound, q_share, k_share, v_share)
@@ -456,7 +456,7 @@ def _join(
     first_out, second_out, first_lse, second_lse, _ = parts
     out = torch.cat([first_out, second_out], dim=2)
     lse = torch.cat([first_lse, second_lse], dim=2)
-    observer = recorder.listening and recorder.observer()
+    observer = recorder.listeners.recording and recorder.observer()
     if observer and q.numel() > 0:
         bound = bind(call, q, index, mask)
         size = bound.cp.block_size

@@ -5,6 +5,7 @@ What caps cut can be counted without a recording: it costs one small kernel a se
 """
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,23 +15,27 @@ from torch import Tensor
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
 
-listening: Any = None
-"""The Recording (observe.py) that attention calls are reported to, or None."""
+
+class _Listeners(threading.local):
+    """The listeners of one thread, as others may compute attention at the same time."""
+
+    recording: Any = None
+    """The Recording (observe.py) that attention calls are reported to, or None."""
+    capped: list[Tensor] | None = None
+    """Where selections leave what their caps cut (counting_caps()), or None."""
+
+
+listeners = _Listeners()
 
 
 @contextlib.contextmanager
 def observed_by(observer: Any) -> Iterator[None]:
     """Report all attention calls in this context to the observer."""
-    global listening
-    outer, listening = listening, observer
+    outer, listeners.recording = listeners.recording, observer
     try:
         yield
     finally:
-        listening = outer
-
-
-capped: list[Tensor] | None = None
-"""Where selections leave what their caps cut (counting_caps()), or None."""
+        listeners.recording = outer
 
 
 @contextlib.contextmanager
@@ -41,13 +46,12 @@ def counting_caps() -> Iterator[list[Tensor]]:
     in which a cap kept the verticals below the recall, the slashes, and both. Nothing waits for the
     device. Within another such context, the inner list alone gets them.
     """
-    global capped
     counted: list[Tensor] = []
-    outer, capped = capped, counted
+    outer, listeners.capped = listeners.capped, counted
     try:
         yield counted
     finally:
-        capped = outer
+        listeners.capped = outer
 
 
 def observer() -> Any:
@@ -55,9 +59,9 @@ def observer() -> Any:
 
     What activation checkpointing repeats is not reported again.
     """
-    if listening is None or recomputing():
+    if listeners.recording is None or recomputing():
         return None
-    return listening
+    return listeners.recording
 
 
 def recomputing() -> bool:

@@ -6,8 +6,9 @@
         --tasks needle --lengths 131072 --parallelism.cp 8
 
 Attention is dense, or as it was trained. Other words are options of the configuration, as train.py
-takes them: --data.source is the text that is read and that hides needles. Writes OUT/results.json
-(everything), OUT/*.csv (tables) and OUT/*.png. See docs/huggingface.md.
+takes them, but for those that only training reads: --data.source is the text that is read and that
+hides needles. Writes OUT/results.json (everything), OUT/*.csv (tables) and OUT/*.png. See
+docs/huggingface.md.
 """
 
 import argparse
@@ -58,9 +59,12 @@ def main(words: list[str]) -> int:
         results["needle"] = {"cells": needle.by_cell(records), "records": records}
     if dist.get_rank() == 0:
         for task, length in itertools.product(args.tasks, args.lengths):
-            # A generated answer is not read with the prompt.
             at_once = length
-            if task == "needle" and args.answers == "generated":
+            if task == "position":
+                # Of documents that are shorter than a window, all is in one.
+                at_once = max(len(sequence.tokens) for sequence in windows[length])
+            elif args.answers == "generated":
+                # A generated answer is not read with the prompt.
                 at_once -= max(sample.new_tokens for sample in needles)
             if config.attention.pattern != "dense" and at_once < sparse_from(config.attention):
                 print(

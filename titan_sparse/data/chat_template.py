@@ -226,13 +226,18 @@ def load_template(data: Data, model_folder: str, tokenizer: Tokenizer) -> ChatTe
 
 
 def as_prepared(data: Data) -> Data:
-    """`data` with the template and variables of its prepared chats, unless it names a template."""
-    for source in [] if data.chat_template else source_weights(data.source):
+    """`data` with the template, the variables, and loss_on of its prepared chats, unless it names
+    others."""
+    for source in source_weights(data.source):
         folder = Path(source).expanduser()
         made = read_meta(folder / META)
-        if made.get("row_format", "text") != "text" and find_template(folder):
+        if made.get("row_format", "text") == "text":
+            continue
+        if data.loss_on == Data().loss_on:
+            data = replace(data, loss_on=made["loss_on"])
+        if not data.chat_template and find_template(folder):
             kwargs = data.chat_template_kwargs or made.get("chat_template_kwargs", "")
-            return replace(data, chat_template=source, chat_template_kwargs=kwargs)
+            data = replace(data, chat_template=source, chat_template_kwargs=kwargs)
     return data
 
 

@@ -190,16 +190,20 @@ class PackedLoader:
         """A line for each part that should be prepared first: raw text on several data-parallel
         ranks. (Lengths decide what the next sequence is, and without tokenizing they are not
         known.)"""
-        return [
-            f"data.source = {show(stream.data.source)} is raw text, and each of the {self.dp_size} "
-            f"data-parallel ranks tokenizes all of it; run `{prepare_command(stream.data, stream.tokenizer)}` once, "
-            "and train with what it prints"
-            for stream in self.streams
-            if self.dp_size > 1
-            and not isinstance(stream.documents, TokenShards)
+        lines = []
+        for stream in self.streams if self.dp_size > 1 else ():
+            documents = stream.documents
             # Packages can only be joined here.
-            and not stream.data.join_packages
-        ]
+            if isinstance(documents, TokenShards) or stream.data.join_packages:
+                continue
+            model_folder = documents.encoder.model_folder if documents.encoder else ""
+            command = prepare_command(stream.data, stream.tokenizer, model_folder)
+            lines.append(
+                f"data.source = {show(stream.data.source)} is raw text, and each of the {self.dp_size} "
+                f"data-parallel ranks tokenizes all of it; run `{command}` once, and train with what it "
+                "prints"
+            )
+        return lines
 
     def check_unchanged(self) -> None:
         """Raises DataError if a file of prepared tokens has changed since it was opened."""

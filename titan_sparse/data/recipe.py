@@ -19,6 +19,7 @@ import numpy as np
 from titan_sparse.config.checking import check_formats
 from titan_sparse.config.sections import Data, Text
 from titan_sparse.config.sources import ending_of, files_below, in_words, source_weights
+from titan_sparse.data.chat_template import run_texts
 from titan_sparse.data.chats import ChatEncoder
 from titan_sparse.data.documents import (
     ROW_OPTIONS,
@@ -71,10 +72,16 @@ OPTIONS = ("tokenizer", "format", *ROW_OPTIONS, "split_special_tokens", "add_bos
 """Fields of Recipe that prepare_data has options for, and that plan.json holds."""
 
 
-def prepare_command(data: Data, tokenizer: Tokenizer) -> str:
-    """The command that prepares one part of data.source as training would read it, into FOLDER."""
-    # By default a run takes the tokenizer of its model.
+def prepare_command(data: Data, tokenizer: Tokenizer, model_folder: str = "") -> str:
+    """The command that prepares one part of data.source as training would read it, into FOLDER.
+
+    model_folder: model.initial_hf.
+    """
+    # By default a run takes the tokenizer of its model, and of its chat template if that has none.
     data = replace(data, tokenizer=data.tokenizer or str(tokenizer.folder or "bytes"))
+    is_chats = data.format != "text"
+    if is_chats and not run_texts(data, "", tokenizer) and run_texts(data, model_folder, tokenizer):
+        data.chat_template = model_folder
     words = ["titan-sparse", "prepare_data", data.source, "FOLDER"]
     for name in OPTIONS:
         value = getattr(data, name, None)

@@ -116,14 +116,16 @@ def build_context_parallel(
     gradient_dtype = None
     if attention.gradient_dtype != "float32":
         gradient_dtype = getattr(torch, attention.gradient_dtype)
+    schedule = schedule_named(attention, inter, intra)
+    is_group_cast = schedule == "group_cast"
     return ContextParallel(
         mesh,
         layout=attention.layout,
-        schedule=schedule_named(attention, inter, intra),
+        schedule=schedule,
         block_size=attention.block_size,
         backward_circulates=attention.backward_circulates,
         gradient_dtype=gradient_dtype,
-        overlap_stages=resolve_overlap_stages(attention, inter),
+        overlap_stages=resolve_overlap_stages(attention, inter) if is_group_cast else None,
         route_by=attention.route_by,
         costs=costs,
     )

@@ -66,6 +66,24 @@ _NAMES = ("embed_tokens.", "layers.", "norm.", "lm_head.")
 _PROMPTS = "prompts"
 """data.source where none is read."""
 
+_OF_TRAINING = (
+    *("activation_checkpoint.", "checkpoint.", "compile.", "float8.", "guard.", "lr_scheduler."),
+    *("metrics.", "optimizer.", "profiling.", "validation.", "attention.backward_circulates"),
+    *("attention.balance_costs", "attention.gradient_dtype", "attention.overlap_stages_backward"),
+    *("data.sequences", "data.shuffle", "lora.dropout", "lora.init", "model.router_loss"),
+    *("parallelism.reshard_after_forward", "parallelism.timeout_seconds", "training.deterministic"),
+    *("training.gc_interval", "training.gradient_accumulation_steps", "training.local_batch_size"),
+    *("training.max_norm", "training.mlp_chunk_tokens", "training.output_dir", "training.seed"),
+    *("training.steps", "training.stop_grace_seconds", "training.z_loss"),
+)
+"""Beginnings of the keys that only training reads. They stand in a run's file."""
+
+_OF_TEXTS = (
+    *("data.bad_rows", "data.format", "data.join_packages", "data.loss_on", "data.messages_field"),
+    *("data.min_document_length", "data.source", "data.split", "data.subset", "data.text_field"),
+)
+"""Beginnings of the keys that say which texts are read."""
+
 
 def load_for_evaluation(
     words: list[str],
@@ -79,21 +97,28 @@ def load_for_evaluation(
     hf: a Hugging Face folder, or a name on its hub, in place of the run's model. dense: attend densely,
     whatever the pattern in training. checkpoint: a run's folder or checkpoint, whose texts are begun as
     in training. reads_text: of data.source, which is then one source. What only training uses is reset,
-    so that it cannot conflict with another mesh.
+    so that it cannot conflict with another mesh, and refused among `words` beside a file.
     """
     config = load_config(words)
-    asked = {key: attrgetter(key)(config) for key in _given(words) & KINDS.keys()}
+    given = _given(words)
+    asked = {key: attrgetter(key)(config) for key in KINDS if key in given}
+    ignored = {"what only training reads": _OF_TRAINING}
+    if not reads_text:
+        ignored["what says which texts are read, as none are"] = _OF_TEXTS
+    for kind, beginnings in ignored.items():
+        keys = [key for key in asked if key.startswith(beginnings)]
+        require(not keys, f"command line: {', '.join(keys)} would be ignored; leave out {kind}")
     if hf:
         config.model.initial_hf = local_folder(hf, "model", weights=True)
-    if checkpoint and not any(word.startswith("--data.add_bos") for word in words):
+    if checkpoint and "data.add_bos" not in given:
         config.data.add_bos &= _was_begun(checkpoint)
     if dense:
         config.attention.pattern = "dense"
-    if not any(word.startswith("--parallelism.") for word in words):
-        # Share each sequence as in training, if the ranks of this launch allow it. The remaining ranks
-        # are data-parallel.
-        cp = math.gcd(config.parallelism.cp, world_from_environment()[0])
-        mesh = {"cp": cp, "cp_intra": 0, "dp_replicate": 1, "dp_shard": -1}
+    # Share each sequence as in training, if the ranks of this launch allow it. The remaining ranks are
+    # data-parallel.
+    cp = math.gcd(config.parallelism.cp, world_from_environment()[0])
+    mesh = {"cp": cp, "cp_intra": 0, "dp_replicate": 1, "dp_shard": -1}
+    if given.isdisjoint(f"parallelism.{name}" for name in mesh):
         config.parallelism = dataclasses.replace(config.parallelism, **mesh)
     if config.parallelism.cp == 1:  # then ranks do not share a sequence
         config.attention.schedule = "auto"
@@ -103,7 +128,8 @@ def load_for_evaluation(
     if config.attention.schedule != "group_cast":
         of_attention += " overlap_stages overlap_stages_backward"
     for key in of_attention.split():
-        setattr(config.attention, key, getattr(defaults.attention, key))
+        if config.parallelism.cp == 1 or f"attention.{key}" not in given:
+            setattr(config.attention, key, getattr(defaults.attention, key))
     for section in "activation_checkpoint float8 compile optimizer validation checkpoint".split():
         setattr(config, section, getattr(defaults, section))
     data = config.data
@@ -142,18 +168,21 @@ def _leave_out_others(config: Config, words: list[str]) -> None:
     file = words[:2] if words[:1] == ["--config"] else []
     trained = load_config(file).data
     others = [key.removeprefix("data.") for key, _ in ignored_options(config, "data")]
-    if data.source not in source_weights(trained.source):
+    if is_other := data.source not in source_weights(trained.source):
         others += ["subset", "split"]
         if is_prepared(data.source):
             others += ["format", *ROW_OPTIONS, "split_special_tokens"]
     for name in others:
         if f"data.{name}" not in given:
             setattr(data, name, getattr(Data(), name))
-    if data.format != "text" and not is_prepared(data.source) and not data.chat_template:
-        # Chats are written as in training, also where those were prepared.
+    if is_other and data.format != "text" and not is_prepared(data.source):
+        # Chats are written and learned as in training, also where those were prepared.
         made = as_prepared(trained)
-        data.chat_template = made.chat_template
-        data.chat_template_kwargs = data.chat_template_kwargs or made.chat_template_kwargs
+        if "data.loss_on" not in given:
+            data.loss_on = made.loss_on
+        if not data.chat_template:
+            data.chat_template = made.chat_template
+            data.chat_template_kwargs = data.chat_template_kwargs or made.chat_template_kwargs
 
 
 def _has_chats(data: Data) -> bool:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from titan_sparse.config import Config, Data, needle_lengths
 from titan_sparse.config.reading import config_errors
-from titan_sparse.config.sources import format_of, single_source
+from titan_sparse.config.sources import format_of, single_source, source_weights
 from titan_sparse.data.chat_template import as_prepared, load_template
 from titan_sparse.data.documents import open_documents
 from titan_sparse.data.shards import adds_bos, is_prepared
@@ -153,10 +153,11 @@ def _data(config: Config) -> Data:
     )
     # As was trained, also where the tokens of data.source are prepared.
     read.add_bos = adds_bos(data)
-    if read.format != "text" and not is_prepared(source):
+    if read.format != "text" and source not in source_weights(data.source):
         made = as_prepared(data)
         read.chat_template = made.chat_template
         read.chat_template_kwargs = made.chat_template_kwargs
+        read.loss_on = made.loss_on
     if not is_of_data:
         read.subset = ""
         read.join_packages &= source == "python"

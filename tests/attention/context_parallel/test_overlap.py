@@ -80,7 +80,7 @@ def events_of_attention(
     axes: tuple[int, int],
     pattern: Pattern,
     kv_heads: int = 1,
-    overlap_stages: tuple[int, int] = (2, 2),
+    overlap_stages: tuple[int, int] | None = None,
 ) -> tuple[list[str], list[str]]:
     """The events of a forward and of its backward, on rank 0; every rank needs every chunk. Keys and
     values circulate."""

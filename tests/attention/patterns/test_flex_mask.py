@@ -28,7 +28,9 @@ def test_flex_attention_computes_the_same(monkeypatch, mask, pattern):
     )
     assert_equal(p.results(), dict(zip(("out", "dq", "dk", "dv"), (out, *grads))))
     # The tables hold every pair of blocks that has a pair of tokens, and full ones hold all.
-    tiles = tiles_of(torch.nn.functional.pad(p.seen(), (0, 5, 0, 5)), 16)
+    seen = p.seen()
+    assert torch.equal(index.dense(p.mask.rows(203)).expand_as(seen), seen)
+    tiles = tiles_of(torch.nn.functional.pad(seen, (0, 5, 0, 5)), 16)
     listed = block_mask.to_dense().bool()
     assert (listed >= tiles.any(-1).any(-1)).all()
     tables = (block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
@@ -41,5 +43,6 @@ def test_flex_attention_computes_the_same(monkeypatch, mask, pattern):
 def test_mask_of_another_length():
     q = torch.randn(1, 2, 64, 16)
     index = Dense().select(q, q, Causal(), block_size=16)
-    with pytest.raises(ValueError, match=r"write mask.rows\(64\)"):
-        index.block_mask(Causal().rows(65))
+    for function in (index.block_mask, index.dense):
+        with pytest.raises(ValueError, match=r"write mask.rows\(64\)"):
+            function(Causal().rows(65))

@@ -24,6 +24,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from titan_sparse.config import load, save
 from titan_sparse.evaluation.generation import generate
 from titan_sparse.integrations.lm_eval import TitanSparseLM
 from titan_sparse.integrations.lm_eval.model import _of_rank_zero
@@ -299,6 +300,7 @@ def test_no_group_of_processes_is_needed_to_refuse(tmp_path):
         ({"pretrained": folder, "add_bos_token": "no"}, "add_bos_token = no is neither true nor"),
         ({"pretrained": folder, "attention.patern": "moba"}, "attention.pattern"),
         ({"pretrained": folder, "device": "gpu"}, "training.device"),
+        ({"pretrained": folder, "device": 0}, "training.device"),
     ):
         with refused(reason):
             TitanSparseLM(**arguments)
@@ -331,9 +333,9 @@ def test_device_of_lm_eval(tmp_path, monkeypatch):
     """cuda:0 is what lm_eval writes where --device is not given: HFLM's device then."""
     folder = str(write_folder(tmp_path / "model"))
     last = max(torch.cuda.device_count() - 1, 0)
-    for name in ("cuda:0", f"cuda:{last}"):
-        ours = TitanSparseLM(pretrained=folder, device=name)
-        assert ours._device == HFLM(folder, device=name).device
+    for device in ("cuda:0", torch.device("cuda", last)):
+        ours = TitanSparseLM(pretrained=folder, device=device)
+        assert ours._device == HFLM(folder, device=str(device)).device
 
     def choose(name: str) -> torch.device:
         chosen.append(name)
@@ -463,8 +465,11 @@ def test_a_run_sparse_and_dense(tmp_path):
     of_step = str(run / "checkpoint/step-2")
     step = TitanSparseLM(checkpoint=of_step, tokenizer=tokenizer)
     # No text is read, so that a run on a mixture is no obstacle.
-    mixture = {"data.source": "a:1,b:1", "data.format": "text,text"}
-    dense = TitanSparseLM(checkpoint=str(run), tokenizer=tokenizer, attention="dense", **mixture)
+    mixture = load(["--config", f"{run}/config.toml"])[0]
+    mixture.data.source, mixture.data.format = "a:1,b:1", "text,text"
+    save(mixture, tmp_path / "mixture")
+    options = {"tokenizer": tokenizer, "config": str(tmp_path / "mixture/config.toml")}
+    dense = TitanSparseLM(checkpoint=str(run), attention="dense", **options)
     assert newest.get_model_info()["attention_pattern"] == "vertical_slash"
     assert dense.get_model_info()["attention_pattern"] == "dense"
     assert newest.max_length == max(900, newest.scorer.model_config.max_positions)

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import peft
 import pytest
 import torch
 import torch.distributed.nn.functional
@@ -175,6 +176,25 @@ REFUSED = [
 def test_what_is_not_computed_is_refused(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def test_prefix_tuning_is_dense_and_a_pattern_is_refused():
+    """The trained prefix is a cache, and what follows a cache is dense."""
+    losses = {}
+    prefix = peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+    for name in ("eager", "titan_sparse"):
+        register()
+        torch.manual_seed(0)
+        model = peft.get_peft_model(with_ours("llama"), prefix).train()
+        model.set_attn_implementation(name)
+        inputs = {"input_ids": tokens(1, SEQ_LEN), "labels": tokens(1, SEQ_LEN)}
+        losses[name] = model(**inputs).loss
+    torch.testing.assert_close(losses["eager"], losses["titan_sparse"])
+    register(AttentionSettings(pattern=SPARSE))
+    with pytest.raises(ValueError, match="training would ignore vertical_slash; write register"):
+        model(**inputs)
+    with torch.no_grad():
+        torch.testing.assert_close(losses["eager"], model(**inputs).loss)
 
 
 @pytest.mark.parametrize("side", [slice(0, 5), slice(40, None)])

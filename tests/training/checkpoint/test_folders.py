@@ -147,6 +147,10 @@ def test_a_folder_that_is_gone_is_missed(tmp_path, another_comes):
         (run / ".lock").write_text("of another run")
     with pytest.raises(FileNotFoundError, match="deleted or moved"):
         check_lock(str(run))
+    # The next run of this process, as the one before has failed.
+    lock_run(str(run))
+    check_lock(str(run))
+    assert f"process {os.getpid()}," in (run / ".lock").read_text()
     unlock_run(str(run))
     check_lock(str(run))
 

@@ -50,7 +50,7 @@ class AllGather(Transport):
         # The first heads are on their way while tables are made, once for all heads.
         following = self._start(0)
         if not self.rectangles:
-            with recorder.computing() if recorder.listening else contextlib.nullcontext():
+            with recorder.computing() if recorder.listeners.recording else contextlib.nullcontext():
                 self.tiles(self.backward and self.call.backend.READS_BY_KEY)
         for number, group in enumerate(self.groups):
             arriving = following

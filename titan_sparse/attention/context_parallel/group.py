@@ -48,7 +48,7 @@ class ContextParallel(Communicator):
         block_size: int = 128,
         backward_circulates: str = "auto",
         gradient_dtype: torch.dtype | None = None,
-        overlap_stages: tuple[int, int] = (2, 2),
+        overlap_stages: tuple[int, int] | None = None,
         route_by: str = "auto",
         costs: layouts.Costs | None = None,
     ):
@@ -63,7 +63,7 @@ class ContextParallel(Communicator):
         gradient_dtype: of gradients between ranks; by default the fp32 (fp64 for fp64) that they
         are summed in.
         overlap_stages: in how many stages group_cast moves other ranks' blocks in the forward and
-        in the backward.
+        in the backward; by default 2 and 2.
         route_by: what decides how far a ring sends a chunk: "mask", once a batch; "auto": in the
         layouts contiguous and zigzag also the slashes that heads selected, for which the host
         waits in every layer.
@@ -81,7 +81,7 @@ class ContextParallel(Communicator):
             if value not in known:
                 raise ValueError(f'{name} "{value}" is unknown; write one of {", ".join(known)}')
         block_size = whole_block_size(block_size)
-        if min(overlap_stages) < 1:
+        if overlap_stages is not None and min(overlap_stages) < 1:
             raise ValueError(
                 f"overlap_stages={overlap_stages}: remote blocks come in one part or more; "
                 "write 1 or more"
@@ -104,7 +104,7 @@ class ContextParallel(Communicator):
         self.block_size = block_size
         self.backward_circulates = backward_circulates
         self.gradient_dtype = gradient_dtype
-        self.overlap_stages = overlap_stages
+        self.overlap_stages = overlap_stages or (2, 2)
         self.route_by = route_by
         self.rings = record.rings(self.inter, self.intra)
         has_ring = record.moves in (Moves.CHUNKS, Moves.TOKENS) and math.prod(self.rings) > 1
@@ -114,6 +114,11 @@ class ContextParallel(Communicator):
                     f'{name}="{value}" would be ignored with schedule "{self.schedule}", which has no '
                     f'ring; write schedule="ring" or {name}="auto"'
                 )
+        if overlap_stages and self.inter * self.intra > 1 and record.moves is not Moves.BLOCKS:
+            raise ValueError(
+                f'overlap_stages={overlap_stages} would be ignored with schedule "{self.schedule}"; write '
+                'schedule="group_cast" or overlap_stages=None'
+            )
         super().__init__(nodes, record.has_node_axis, device_type)
         # One rank has nothing to move, whatever the schedule.
         self.moves = record.moves if self.size > 1 else Moves.NOTHING

@@ -51,7 +51,7 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
         share = number + group.vertical_shares(vertical_kv) - group.steps
         if share >= 0 and arriving is not None:
             arriving.wait()
-        with recorder.computing() if recorder.listening else contextlib.nullcontext():
+        with recorder.computing() if recorder.listeners.recording else contextlib.nullcontext():
             if step.rectangle is not None:
                 result = dense.forward(call, step.rectangle, q_here, step.k, step.v, total)
             else:

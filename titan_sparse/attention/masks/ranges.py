@@ -69,6 +69,22 @@ class MaskRanges(NamedTuple):
         fields = zip(self._fields, self)
         return {name: x for name, x in fields if isinstance(x, Tensor)}
 
+    def dense(self) -> Tensor:
+        """bool [Bm, S, S] in global order, for tests and pictures of small sequences."""
+        seq_len, device = self.start.shape[1], self.start.device
+        token = torch.arange(seq_len, device=device)
+        if self.slices is None:
+            # [Bm, S, 1] against [S]
+            return (token >= self.start[..., None]) & (token < self.stop[..., None])
+        distance = token - token[:, None]
+        seen = torch.zeros(len(self.slices), seq_len, seq_len, dtype=torch.bool, device=device)
+        for seen_in_sequence, slices in zip(seen, self.slices.tolist()):
+            for q_start, q_stop, k_start, k_stop, low, high in slices:
+                here = (slice(q_start, q_stop), slice(k_start, k_stop))
+                held = (distance[here] >= low) & (distance[here] <= high)
+                seen_in_sequence[here] |= held
+        return seen
+
 
 class Mask:
     """Base of all masks. Subclasses implement rows(). `a & b` sees what both see."""
@@ -87,19 +103,7 @@ class Mask:
 
     def dense(self, seq_len: int, device: torch.device | str = "cpu") -> Tensor:
         """bool [Bm, S, S] in global order, for tests and pictures of small sequences."""
-        ranges = self.rows(seq_len, device)
-        token = torch.arange(seq_len, device=device)
-        if ranges.slices is None:
-            # [Bm, S, 1] against [S]
-            return (token >= ranges.start[..., None]) & (token < ranges.stop[..., None])
-        distance = token - token[:, None]
-        seen = torch.zeros(len(ranges.slices), seq_len, seq_len, dtype=torch.bool, device=device)
-        for seen_in_sequence, slices in zip(seen, ranges.slices.tolist()):
-            for q_start, q_stop, k_start, k_stop, low, high in slices:
-                here = (slice(q_start, q_stop), slice(k_start, k_stop))
-                held = (distance[here] >= low) & (distance[here] <= high)
-                seen_in_sequence[here] |= held
-        return seen
+        return self.rows(seq_len, device).dense()
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from titan_sparse.attention.inputs import (
     Ranks,
     check_scale,
     check_tensors,
+    constant,
     mask_of_whole_blocks,
     ranks_of,
     resolve_mask,
@@ -163,14 +164,24 @@ class BlockIndex:
         is_vertical.scatter_(2, self.verticals.long().clamp(max=self.seq_len), True)
         return in_blocks | is_vertical[:, :, None, :-1]
 
-    def dense(self, mask: Mask) -> Tensor:
-        """bool [B, Hq, S, S] in global order: exactly the pairs that attend() computes.
+    def dense(self, mask: Mask | MaskRanges) -> Tensor:
+        """bool [B, Hq, S, S] in global order: exactly the pairs that attend() computes with this mask.
 
-        For tests and pictures.
+        For tests and pictures. Raises ValueError for a mask of another length.
         """
-        device = self.verticals.device
-        position = torch.arange(self.seq_len, device=device)
-        return self.selected_keys(position) & mask.dense(self.seq_len, device)[:, None]
+        ranges = self._ranges(mask)
+        position = torch.arange(self.seq_len, device=ranges.start.device)
+        return self.selected_keys(position) & ranges.dense()[:, None]
+
+    def _ranges(self, mask: Mask | MaskRanges) -> MaskRanges:
+        """The mask for the tokens of this index. Raises ValueError for one of another length."""
+        ranges = mask.rows(self.seq_len, self.verticals.device) if isinstance(mask, Mask) else mask
+        if ranges.start.shape[1] != self.seq_len:
+            raise ValueError(
+                f"the mask is for {ranges.start.shape[1]} tokens, the index for {self.seq_len}; write "
+                f"mask.rows({self.seq_len})"
+            )
+        return ranges
 
     def block_mask(self, mask: Mask | MaskRanges) -> BlockMask:
         """[B, Hq, S, S] for flex_attention(q, k, v, block_mask=..., enable_gqa=True), in global order:
@@ -178,13 +189,7 @@ class BlockIndex:
 
         Raises ValueError for a mask of another length.
         """
-        device = self.verticals.device
-        ranges = mask.rows(self.seq_len, device) if isinstance(mask, Mask) else mask
-        if ranges.start.shape[1] != self.seq_len:
-            raise ValueError(
-                f"the mask is for {ranges.start.shape[1]} tokens, the index for {self.seq_len}; write "
-                f"mask.rows({self.seq_len})"
-            )
+        ranges = self._ranges(mask)
         blocks = self.all_blocks()
         return flex_block_mask(
             ranges,
@@ -192,7 +197,7 @@ class BlockIndex:
             self.selects(blocks, blocks),
             self.selects_for_all(blocks, blocks),
             self.verticals,
-            self.chosen_chunks(torch.arange(self.seq_len, device=device)),
+            self.chosen_chunks(torch.arange(self.seq_len, device=ranges.start.device)),
         )
 
 
@@ -278,6 +283,10 @@ class Pattern(PatternOptions):
         # asdict() would copy them, which torch.compile cannot trace before torch 2.13.
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
         options = {field.name: getattr(self, field.name) for field in fields}
+        if torch.compiler.is_compiling():
+            # A number that changes from call to call would be a symbol.
+            numbers = {name: x for name, x in options.items() if type(x) in (int, float)}
+            options |= {name: type(x)(constant(x)) for name, x in numbers.items()}
         key = f"{_class_key(type(self))}:{options}"
         # The dataclass is frozen.
         object.__setattr__(self, "key", key)
@@ -344,16 +353,16 @@ class Pattern(PatternOptions):
         # Autocast would select by products of 16 bits.
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             tensors = self.select_tensors(whole_q, whole_k, ranges, cp, scale)
-        if recorder.listening and (observer := recorder.observer()):
+        if recorder.listeners.recording and (observer := recorder.observer()):
             observer.selection(cp.sent["collectives"] - sent_before)
         # What activation checkpointing repeats is not counted again.
-        if recorder.capped is not None and not recorder.recomputing():
+        if recorder.listeners.capped is not None and not recorder.recomputing():
             index = self.index(tensors, ranges, q.shape[0], q.shape[1], size)
             if index.capped is not None:
                 # [B, Hq, 3]
                 both = index.capped.all(-1, keepdim=True)
                 capped = torch.cat([index.capped, both], dim=-1)
-                recorder.capped.append(capped.mean((0, 1), dtype=torch.float64))
+                recorder.listeners.capped.append(capped.mean((0, 1), dtype=torch.float64))
         return tensors
 
     def select_tensors(

@@ -78,7 +78,7 @@ class TitanSparseLM(TemplateLM):
         config: str | None = None,
         tokenizer: str | None = None,
         attention: str | None = None,
-        device: str | None = None,
+        device: str | torch.device | None = None,
         batch_size: int | str = 1,
         max_length: int | str | None = None,
         add_bos_token: bool | None = None,
@@ -101,6 +101,7 @@ class TitanSparseLM(TemplateLM):
         super().__init__()
         if tokenizer is not None:
             keys["data.tokenizer"] = str(tokenizer)
+        device = None if device is None else str(device)
         if device == "cuda:0":
             # What lm_eval writes where --device is not given: as in HFLM, a GPU if there is one.
             keys.setdefault("training.device", "auto")

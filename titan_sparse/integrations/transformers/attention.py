@@ -34,6 +34,7 @@ from titan_sparse.integrations.transformers.refusals import (
     check_modules,
     check_other_trainers,
     check_rope,
+    check_training_beside_cache,
     checked_mask,
     is_inside_alst,
     not_computed,
@@ -231,6 +232,8 @@ def attention_forward(
     if isinstance(mask, Tensor):
         if bounds is not None:
             check_bounds(bounds, None)
+        if sliding_window is None:
+            check_training_beside_cache(module, query, settings.pattern)
         out = attention_beside_cache(module, query, key, value, mask, scaling, s_aux)
         return out, None
     ranges = mask.ranges(kwargs.get("position_ids"), query, settings, bounds)

@@ -4,10 +4,12 @@ import re
 import sys
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from titan_sparse.attention.masks import Mask, MaskRanges
+from titan_sparse.attention.patterns import Pattern
 from titan_sparse.integrations.transformers.linear import keep_documents_apart
 from titan_sparse.integrations.transformers.masks import (
     AttentionMask,
@@ -185,6 +187,19 @@ def checked_mask(module: nn.Module, mask: object, query: Tensor, key: Tensor) ->
         f"{name} got {type(mask).__name__} for a mask; write register(), which registers masks too, "
         "and let the model build them"
     )
+
+
+def check_training_beside_cache(module: nn.Module, query: Tensor, pattern: Pattern) -> None:
+    """Raises ValueError where a pattern would be ignored in training, as in PEFT's prefix tuning.
+
+    What follows cached tokens is dense. module: attention. query: [B, Hq, Sq, D] of such tokens.
+    """
+    trains = module.training and torch.is_grad_enabled() and query.shape[2] > 1
+    if trains and pattern.dynamic:
+        raise ValueError(
+            "tokens that follow cached ones, as in prefix tuning, are computed densely, so that training "
+            f"would ignore {pattern.name}; write register(AttentionSettings()), which is dense"
+        )
 
 
 def check_other_trainers() -> None:

@@ -8,7 +8,6 @@ step-N.replaced, rolled-back-K/step-N. Names that only look alike are not touche
 One run per folder: a lock on <output_dir>/.lock is held as long as the process lives.
 """
 
-import contextlib
 import errno
 import fcntl
 import itertools
@@ -135,13 +134,15 @@ def free_name(path: Path, first: str) -> Path:
 def lock_run(output_dir: str, wait_seconds: float = WAIT_SECONDS) -> None:
     """Make `output_dir`, if there is none, and keep other processes' runs out of it.
 
-    A second call in the same process does nothing. The system gives the lock back when the process
-    ends. Raises Refusal if another run holds it after `wait_seconds`, or LEASE_SECONDS if it is on
-    another host, or if the folder can't be written. A file system that has no locks is warned of.
+    A second call in the same process does nothing, unless the folder was deleted or moved since: a run
+    that failed keeps its lock. The system gives the lock back when the process ends. Raises Refusal if
+    another run holds it after `wait_seconds`, or LEASE_SECONDS if it is on another host, or if the
+    folder can't be written. A file system that has no locks is warned of.
     """
     path = _path(output_dir)
-    if path in _held:
+    if _is_there(path):
         return
+    unlock_run(output_dir)
     try:
         os.makedirs(output_dir, exist_ok=True)
         # A link might have been put there to have its target overwritten.
@@ -170,13 +171,18 @@ def check_lock(output_dir: str) -> None:
     """Raises FileNotFoundError if the lock that this process holds is not in `output_dir` any more:
     someone has deleted or moved the run's folder, and what is written goes nowhere."""
     path = _path(output_dir)
-    if path not in _held:
+    if path not in _held or _is_there(path):
         return
-    with contextlib.suppress(FileNotFoundError):
-        if os.path.samestat(os.stat(path), os.fstat(_held[path])):
-            return
     said = "the run's folder was deleted or moved while the run goes on; start it again"
     raise FileNotFoundError(errno.ENOENT, said, output_dir)
+
+
+def _is_there(path: str) -> bool:
+    """True if this process holds the lock that is at this path."""
+    try:
+        return path in _held and os.path.samestat(os.stat(path), os.fstat(_held[path]))
+    except FileNotFoundError:
+        return False
 
 
 def _path(output_dir: str) -> str:
