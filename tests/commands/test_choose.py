@@ -84,6 +84,18 @@ def test_a_table_and_a_choice(folder, capsys):
     assert ("sparse pays from" in printed or "which sparse pays" in printed) == dense_is_fastest
 
 
+def test_heads_at_their_caps_are_counted(folder, capsys):
+    words = [*_words(folder, "capped"), "--attention.vertical_slash.max_verticals=8"]
+    assert main(words) == 0
+    dense, *sparse = _rows(folder, "capped").values()
+    # Each of 400 keys is a vertical of its own, of which a head may have 8.
+    assert dense["heads_capped"] == 0 and all(row["heads_capped"] > 0.5 for row in sparse)
+    printed = capsys.readouterr().out
+    assert "max_verticals or max_slashes of [attention.vertical_slash] keeps" in printed
+    (line,) = re.findall(r"^recall 0\.95 .*", printed, re.MULTILINE)
+    assert f" {sparse[1]['heads_capped']:.0%} " in line
+
+
 def test_the_lines_to_write_hold_what_was_measured(folder):
     words = [*_words(folder, "lines"), "--attention.xattention.stride=8"]
     words = words_of_runs(str(folder / "model"), 2, words[8:])

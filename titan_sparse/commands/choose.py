@@ -4,9 +4,10 @@
 
 Trains a few steps densely and with several recalls, on the same batches and with a learning rate that
 changes no weight. Prints the loss, the density, the recall, and the seconds of a step of each with their
-spread, and recommends a setting with the TOML lines to write. It is the one with the fewest pairs of
-those that are faster than dense here and lose at most 0.01 of loss. If none is faster, two steps of half
-the length say from about which length sparse attention pays.
+spread, and the share of heads that caps keep below the recall. Recommends a setting with the TOML lines
+to write. It is the one with the fewest pairs of those that are faster than dense here and lose at most
+0.01 of loss. If none is faster, two steps of half the length say from about which length sparse
+attention pays.
 
 On a CPU, a step is a forward pass, and times say nothing about a GPU. Other words are options of the
 configuration, as train.py takes them; --config reads a file. Under torchrun it uses all ranks. See
@@ -47,8 +48,8 @@ TIMED_STEPS = 5
 """Steps that are timed on a GPU."""
 
 Row = dict[str, Any]
-"""Of a setting: means of loss, density, and recall, median step_seconds, and their lists by batch or step,
-losses and seconds."""
+"""Of a setting: means of loss, density, recall, and heads_capped, median step_seconds, and their lists by
+batch or step, losses and seconds."""
 
 KEYS = {
     "training.gradient_accumulation_steps": 1,
@@ -205,6 +206,7 @@ def row_of(records: list[dict[str, Any]], seconds: list[float]) -> Row:
         "loss": fmean(losses),
         "density": fmean(record["density"] for record in records),
         "recall": records[0].get("recall", 1.0),
+        "heads_capped": fmean(record.get("heads_capped", 0.0) for record in records),
         "step_seconds": median(seconds),
         "losses": losses,
         "seconds": seconds,
@@ -249,7 +251,7 @@ def seconds_of_steps(trainer: Trainer, steps: int) -> list[float]:
 def table(rows: dict[str, Row]) -> str:
     """For people; the last column says how many steps fit into the time of a dense step."""
     lines = [
-        f"{'setting':<12}{'loss':>7}{'above dense':>19}{'density':>9}{'recall':>8}"
+        f"{'setting':<12}{'loss':>7}{'above dense':>19}{'density':>9}{'recall':>8}{'capped':>8}"
         f"{'seconds a step':>24}{'steps per dense step':>22}"
     ]
     dense = rows["dense"]
@@ -261,11 +263,16 @@ def table(rows: dict[str, Row]) -> str:
         seconds = f"{row['step_seconds']:.3f} ({min(row['seconds']):.3f}-{max(row['seconds']):.3f})"
         lines.append(
             f"{name:<12}{row['loss']:>7.4f}{above:>19}"
-            f"{row['density']:>9.1%}{row['recall']:>8.1%}{seconds:>24}"
+            f"{row['density']:>9.1%}{row['recall']:>8.1%}{row['heads_capped']:>8.0%}{seconds:>24}"
             f"{dense['step_seconds'] / row['step_seconds']:>22.2f}"
         )
-    spread = "+-: standard deviation over batches; in parentheses: fastest and slowest step"
-    return "\n".join([*lines, spread])
+    lines.append("+-: standard deviation over batches; in parentheses: fastest and slowest step")
+    if any(row["heads_capped"] for row in rows.values()):
+        lines.append(
+            "capped: heads that max_verticals or max_slashes of [attention.vertical_slash] keeps below the "
+            "recall; with higher caps a recall selects more pairs, and loses less"
+        )
+    return "\n".join(lines)
 
 
 def faster(rows: dict[str, Row]) -> list[str]:
