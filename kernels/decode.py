@@ -16,8 +16,8 @@ _PART = 1024
 """Keys of a program."""
 _TILE_BYTES = 16384
 """Keys that are loaded at a time, so that small GPUs have the shared memory too."""
-_LEAST_ROWS = 16
-"""Rows of the smallest tile that tl.dot takes."""
+_LEAST = 16
+"""The smallest side of a tile that tl.dot takes."""
 
 
 def attend_in_parts_naive(
@@ -113,12 +113,15 @@ def attend_in_parts(
     if parts == 0:
         return out, lse
     group = heads // kv_heads
-    padded_dim = max(16, triton.next_power_of_2(dim))
+    padded_dim = max(_LEAST, triton.next_power_of_2(dim))
     keys_at_a_time = _TILE_BYTES // (padded_dim * keys.element_size())
+    # fp32 with head_dim above 256: the smallest tile is larger, so that fewer are loaded ahead.
+    stages = 3 if keys_at_a_time >= _LEAST else 2
     _part_kernel[parts, kv_heads, batch](
         q.contiguous(), rows_of(keys), rows_of(values), seen.contiguous(), out, lse, length,
         scale * LOG2_E,
-        GROUP=group, ROWS=max(_LEAST_ROWS, triton.next_power_of_2(group)), PART=_PART,
-        KEYS=min(128, keys_at_a_time), HEAD_DIM=dim, D=padded_dim, num_warps=4,
+        GROUP=group, ROWS=max(_LEAST, triton.next_power_of_2(group)), PART=_PART,
+        KEYS=min(max(_LEAST, keys_at_a_time), 128), HEAD_DIM=dim, D=padded_dim,
+        num_warps=4, num_stages=stages,
     )  # fmt: skip
     return out, lse

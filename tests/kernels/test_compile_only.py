@@ -159,6 +159,8 @@ def main() -> None:
     sinks.sinks_gradient(out, out, lse, torch.zeros(4))
     seen = torch.ones(1, 1024, dtype=torch.bool)
     decode.attend_in_parts(out[:, :, :1], out[:, :2], out[:, :2], seen, 0.1)
+    wide = torch.randn(1, 2, 1024, 512)
+    decode.attend_in_parts(wide[:, :, :1], wide, wide, seen, 0.1)
     compact.compact(torch.ones(2, 2000, dtype=torch.bool), 2000, 0)
     logits = torch.zeros(64, 1000)
     cross_entropy.cross_entropy(logits, torch.zeros(64).long(), None, 1e-4, torch.bfloat16)

@@ -20,6 +20,7 @@ SHAPES = {
     "groups of seven, ragged": (2, 14, 2, 333, 64),
     "head_dim that is no power of two": (1, 6, 6, 128, 24),
     "more rows than a tile": (2, 24, 1, 200, 80),
+    "rows that fill small tiles": (1, 2, 1, 150, 320),
 }
 SCALE = 0.2
 
