@@ -92,6 +92,19 @@ def test_two_and_two_steps_are_four(tmp_path, mode):
         assert torch.equal(a.to_local(), b.to_local())
 
 
+@pytest.mark.parametrize("rank", [0, 3])
+def test_compiled_mlp_in_chunks(tmp_path, rank):
+    """Compiled layers that compute a ragged MLP in chunks train as eager ones in one piece."""
+    keys = {"lora__rank": rank, "training__seq_len": 1000}
+    whole = _config(tmp_path, "whole", **keys)
+    chunks = {"training__mlp_chunk_tokens": 300, "compile__enable": True}
+    chunked = _config(tmp_path, "chunked", **keys, **chunks)
+    train(whole)
+    train(chunked)
+    assert _losses(whole)[-1] < _losses(whole)[0]
+    assert _losses(chunked) == pytest.approx(_losses(whole), abs=1e-3)
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
 def test_kernels_of_a_trace_are_attributed(tmp_path, compiled):
     """Each was launched in a CPU op that says what it was for."""
