@@ -120,7 +120,6 @@ def run(args: argparse.Namespace) -> None:
     # As attention sees them in training; a CPU is slow in bf16.
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     result = started(args, device.type)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     model = RealModel(args.model, device, dtype)
     tokenizer = load_tokenizer(str(args.model))
     for length in args.lengths:
