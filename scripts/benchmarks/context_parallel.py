@@ -33,6 +33,8 @@ import os
 import sys
 from collections.abc import Iterator
 
+import torch
+
 from scripts.benchmarks.attention_cases import (
     Shape,
     chosen_backend,
@@ -53,7 +55,6 @@ from scripts.benchmarks.harness import (
     rates,
     rounded,
     timed,
-    timed_masks,
     training_call,
     visited_share,
 )
@@ -61,6 +62,7 @@ from scripts.benchmarks.options import head_set, parser_of, positive, share
 from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.context_parallel.layouts import block_multiple
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
+from titan_sparse.attention.masks.visibility import visible_pairs
 from titan_sparse.attention.patterns import Dense
 from titan_sparse.estimate.flops import causal_pairs
 from titan_sparse.estimate.indexes import ragged_lengths
@@ -272,12 +274,28 @@ def varlen(bench: Bench) -> Iterator[dict]:
 def _masked(
     bench: Bench, shape: Shape, layout: str, schedule: str, stages: int, masks: list[Mask]
 ) -> dict:
+    """Times, pairs, and TFLOP/s of a rank: means over the masks."""
     cp = bench.context(layout, schedule, overlap_stages=stages)
     tensors = draw(shape._replace(seq_len=shape.seq_len // cp.size))
-    every = (cp.balance(mask.rows(shape.seq_len, bench.device)) for mask in masks)
-    calls = ((bench.attention(Dense(), ranges, cp), ranges) for ranges in every)
+    measured = []
+    for mask in masks:
+        ranges = cp.balance(mask.rows(shape.seq_len, bench.device))
+        call = bench.attention(Dense(), ranges, cp)
+        pairs = visible_pairs(ranges).item()
+        measured.append(timed(bench, training_call(call, tensors)) | {"pairs": pairs})
+    average = _mean(measured)
     backend = chosen_backend(bench.args.backend, shape, dynamic=False)
-    return timed_masks(bench, shape, tensors, calls) | {"backend": backend}
+    return average | rates(shape, average, average["pairs"], bench.world) | {"backend": backend}
+
+
+def _mean(rows: list[dict]) -> dict:
+    """The mean of rows with the same numbers or lists of numbers."""
+    averages = {}
+    for key in rows[0]:
+        average = torch.tensor([row[key] for row in rows], dtype=torch.float64).mean(0)
+        values = [rounded(number) for number in average.flatten().tolist()]
+        averages[key] = values if average.ndim else values[0]
+    return averages
 
 
 CASES: dict[str, Case] = {

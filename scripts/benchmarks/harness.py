@@ -11,7 +11,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +26,6 @@ from scripts.benchmarks.options import positive
 from scripts.benchmarks.provenance import provenance
 from titan_sparse.attention import ContextParallel, backends
 from titan_sparse.attention.masks.ranges import MaskRanges
-from titan_sparse.attention.masks.visibility import visible_pairs
 from titan_sparse.attention.observe import recording
 from titan_sparse.attention.patterns import Pattern
 from titan_sparse.data.shards import write_json
@@ -194,9 +193,7 @@ def report(bench: Bench, result: dict, row: dict) -> None:
     print(json.dumps(row), flush=True)
     result["rows"].append(row)
     if bench.args.out:
-        path = Path(bench.args.out)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, result)
+        write_json(Path(bench.args.out), result)
 
 
 def about(case: str, shape: Shape) -> dict:
@@ -286,18 +283,6 @@ def timed(bench: Bench, steps: Sequence[Step], repeats: int = 0) -> dict:
     return measured
 
 
-def timed_masks(
-    bench: Bench, shape: Shape, tensors: list[Tensor], calls: Iterable[tuple[Attention, MaskRanges]]
-) -> dict:
-    """Times, pairs, and TFLOP/s of a rank: means over attention under several masks."""
-    measured = []
-    for call, ranges in calls:
-        pairs = visible_pairs(ranges).item()
-        measured.append(timed(bench, training_call(call, tensors)) | {"pairs": pairs})
-    average = mean(measured)
-    return average | rates(shape, average, average["pairs"], bench.world)
-
-
 def _median(numbers: Tensor) -> float:
     return round(statistics.median(numbers.tolist()), 3)
 
@@ -318,16 +303,6 @@ def peak_bytes(steps: Sequence[Step]) -> int:
 
 def rounded(number: float) -> float:
     return float(f"{number:.5g}")
-
-
-def mean(rows: list[dict]) -> dict:
-    """The mean of rows with the same numbers or lists of numbers."""
-    averages = {}
-    for key in rows[0]:
-        average = torch.tensor([row[key] for row in rows], dtype=torch.float64).mean(0)
-        values = [rounded(number) for number in average.flatten().tolist()]
-        averages[key] = values if average.ndim else values[0]
-    return averages
 
 
 def visited_share(call: Attention, leaves: list[Tensor]) -> float:

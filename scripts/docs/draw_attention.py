@@ -78,8 +78,7 @@ EXAMPLES: dict[str, Callable[[int], Mask]] = {
 def select(pattern: str, mask: Mask, tokens: int, block_size: int) -> BlockIndex:
     """The selection of one head of a pattern under the mask."""
     if pattern == "dense":
-        q = torch.zeros(1, 1, tokens, 16)
-        return Dense().index([], mask.rows(tokens), *q.shape[:2], block_size)
+        return Dense().index([], mask.rows(tokens), 1, 1, block_size)
     heads = synthetic.draw_heads(tokens, heads=1, kv_heads=1, head_dim=64)
     chosen = VerticalSlash(
         recall=0.9,
@@ -129,8 +128,9 @@ def picture(mask: Mask, index: BlockIndex, layout: str, ranks: int, title: str, 
     return work
 
 
-def gallery(out: str, tokens: int = 240) -> None:
+def gallery(out: str) -> None:
     """All examples in one picture."""
+    tokens = 240
     figure = Figure(figsize=(15, 6.6), layout="constrained")
     panels = figure.subplots(2, 5)
     for axes, (name, example) in zip(panels.flat, EXAMPLES.items(), strict=True):
