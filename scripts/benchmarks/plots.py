@@ -159,10 +159,8 @@ def equal_time_figure(results: list[dict[str, Any]], methods: list[str], against
                 losses = [[loss for _, loss in sorted(of_seed)] for of_seed in curves]
                 least, most = np.min(losses, axis=0), np.max(losses, axis=0)
                 axes.fill_between(seconds, least, most, color=line.get_color(), alpha=0.2)
-        # Older results, which do not name it, are of this model.
-        model = found.get("model", "SmolLM2-135M")
         seeds = len({run["seed"] for run in found["runs"].values()})
-        title = f"{model}, {context:,} tokens" + (f", {seeds} seeds" if seeds > 1 else "")
+        title = f"{found['model']}, {context:,} tokens" + (f", {seeds} seeds" if seeds > 1 else "")
         axes.set(title=title, ylabel="held-out loss, nats per token")
         axes.set(xlabel=f"{against} of training on one GPU")
         axes.grid(alpha=0.3)
