@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from titan_sparse.commands import in_tokens, parser_of, positive, refuses
 from titan_sparse.config import Config, ConfigError, check, load, world_from_environment
-from titan_sparse.config.reading import KINDS, load_config
+from titan_sparse.config.reading import KINDS, as_words, given_keys, load_config
 from titan_sparse.config.sections import Checkpoint, Metrics, Validation
 from titan_sparse.config.start import is_first_rank
 from titan_sparse.data.shards import write_json
@@ -106,13 +106,11 @@ def say(text: str) -> None:
 
 def words_of_runs(model: str, batches: int, words: list[str]) -> list[str]:
     """The options that all measured runs share. Raises ConfigError."""
-    given = {word.removeprefix("--").partition("=")[0] for word in words if word.startswith("--")}
-    for key in given - {"metrics.recall_rows"}:
+    for key in given_keys(words) - {"metrics.recall_rows"}:
         if key in KEYS or key in VARIED or key.startswith(UNUSED):
             raise ConfigError(f"command line: choose itself sets {key}; leave it out")
-    words = [*words, f"--model.initial_hf={model}"]
-    own = KEYS | {"training.steps": batches}
-    return [*words, *(f"--{key}={value}" for key, value in own.items())]
+    own = {"model.initial_hf": model, **KEYS, "training.steps": batches}
+    return [*words, *as_words(own)]
 
 
 def configurations(words: list[str], seq_len: int, out: Path) -> dict[str, Config]:
@@ -127,7 +125,7 @@ def configurations(words: list[str], seq_len: int, out: Path) -> dict[str, Confi
     for name, keys in settings.items():
         folder = out / name.replace(" ", "_")
         keys |= {"training.seq_len": seq_len, "training.output_dir": folder}
-        config = load_config([*words, *(f"--{key}={value}" for key, value in keys.items())])
+        config = load_config([*words, *as_words(keys)])
         config.checkpoint = Checkpoint()
         config.validation = Validation()
         config.metrics = Metrics(

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from titan_sparse.config import Config, Refusal, check, world_from_environment
 from titan_sparse.config.checking import chat_template_kwargs
-from titan_sparse.config.reading import require, tokens
+from titan_sparse.config.reading import as_words, require, tokens
 from titan_sparse.config.sources import tokenizer_name
 from titan_sparse.data.chat_template import as_prepared, run_texts
 from titan_sparse.data.tokenizer import Tokenizer, open_tokenizer, read_tokenizer
@@ -408,9 +408,7 @@ def _settings(
     if config is None:
         # No configuration says how the model was trained.
         dense = dense or "attention.pattern" not in keys
-    for key, value in keys.items():
-        text = str(value).lower() if isinstance(value, bool) else str(value)
-        words.append(f"--{key}={text}")
+    words += as_words(keys)
     resolved = load_for_evaluation(words, pretrained, dense, checkpoint, reads_text=False)
     check(resolved, *world_from_environment())
     return resolved, step
