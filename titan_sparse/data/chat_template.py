@@ -24,6 +24,7 @@ from titan_sparse.data.rows import Arguments, BadSample, Message, arguments_of, 
 from titan_sparse.data.shards import read_meta
 from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.models.huggingface_files import CHAT_TEMPLATE, MORE_TEMPLATES, files_to_copy
+from titan_sparse.options.values import one_line
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DAY = datetime.datetime(2024, 7, 26)
@@ -75,9 +76,9 @@ class ChatTemplate:
         try:
             self._compiled = {name: environment.from_string(text) for name, text in texts.items()}
         except Exception as error:  # Jinja's, and what Python raises inside of it
-            reason = " ".join(str(error).split())
             raise ValueError(
-                f"the chat template cannot be compiled: {reason}; write another data.chat_template"
+                f"the chat template cannot be compiled: {one_line(error)}; write another "
+                "data.chat_template"
             ) from error
         parsed = [environment.parse(text) for text in texts.values()]
         known = set().union(*(meta.find_undeclared_variables(tree) for tree in parsed))
@@ -154,8 +155,7 @@ class ChatTemplate:
             ) from error
         # Jinja's errors, the template's own refusals, and what Python raises inside of it.
         except Exception as error:
-            reason = " ".join(str(error).split())
-            raise BadSample(f"the chat template cannot render it: {reason}") from error
+            raise BadSample(f"the chat template cannot render it: {one_line(error)}") from error
 
     def _name(self, tools: list[Any]) -> str:
         return "tool_use" if tools and "tool_use" in self._texts else "default"

@@ -181,8 +181,7 @@ class TitanSparseLM(TemplateLM):
                 wanted = torch.tensor(requests[place][2], device=predicted.device)
                 yield place, (-losses.sum().item(), bool((predicted == wanted).all()))
 
-        found = self._by_batch(groups, score, disable_tqdm)
-        results = [found[place] for place in range(len(requests))]
+        results = self._by_batch(groups, score, disable_tqdm)
         for (name, _, _), result in zip(requests, results, strict=True):
             # loglikelihood_rolling() keeps the sums of its windows itself.
             if name is not None:
@@ -276,8 +275,7 @@ class TitanSparseLM(TemplateLM):
                 yield place, postprocess_generated_text(text, until, None)
 
         longest_first = sorted(range(len(prompts)), key=lambda place: -len(prompts[place]))
-        found = self._by_batch(longest_first, write, disable_tqdm)
-        return [found[place] for place in range(len(prompts))]
+        return self._by_batch(longest_first, write, disable_tqdm)
 
     def _stop(self, until: list[str]) -> Stop:
         """True if the last token ends a text or a stop string."""
@@ -297,8 +295,8 @@ class TitanSparseLM(TemplateLM):
 
     def _by_batch(
         self, items: list[T], answer: Callable[[list[T]], Iterable[Any]], disable_tqdm: bool
-    ) -> dict[int, Any]:
-        """All answers, by the numbers of their requests, on every rank.
+    ) -> list[Any]:
+        """All answers, in the order of their requests, on every rank.
 
         answer: (number, answer) of the requests of one batch of items; also called for none.
         """
@@ -312,7 +310,8 @@ class TitanSparseLM(TemplateLM):
                 bar.update(len(batch or []) * self.scorer.dp_size)
                 return answers
 
-            return dict(itertools.chain(*self.scorer.results(batches, compute)))
+            numbered = itertools.chain(*self.scorer.results(batches, compute))
+        return [found for _, found in sorted(numbered, key=lambda pair: pair[0])]
 
     def set_cache_hook(self, cache_hook: Any) -> None:
         # Caches of ranks may differ: then some would wait for ever.
