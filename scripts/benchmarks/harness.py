@@ -29,11 +29,8 @@ from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.observe import recording
 from titan_sparse.attention.patterns import Pattern
 from titan_sparse.data.shards import write_json
-from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS
 from titan_sparse.training.faults.process_groups import choose_device, init_distributed
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""Of the gradients on the wire, by the name in rows."""
 LEAD_CYCLES = 40_000_000
 """GPU cycles of sleep before a timed call, about 20 ms.
 
@@ -287,45 +284,8 @@ def _median(numbers: Tensor) -> float:
     return round(statistics.median(numbers.tolist()), 3)
 
 
-def peak_bytes(steps: Sequence[Step]) -> int:
-    """Most bytes that the GPU holds above what it holds now."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    for step in steps:
-        step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
-# Numbers ------------------------------------------------------------------------------------------
-
-
-def rounded(number: float) -> float:
-    return float(f"{number:.5g}")
-
-
 def visited_share(call: Attention, leaves: list[Tensor]) -> float:
     """Density of the selection, by our own count."""
     with recording() as seen, torch.no_grad():
         call(*leaves)
     return seen.density().mean().item()
-
-
-def rates(shape: Shape, measured: dict, pairs: float, ranks: int = 1) -> dict:
-    """TFLOP/s of a rank, by the milliseconds measured and the pairs that each head computes."""
-    work = shape.heads * shape.head_dim * pairs / ranks / 1e9
-    flops = {"forward": FORWARD_FLOPS, "backward": BACKWARD_FLOPS}
-    flops["total"] = FORWARD_FLOPS + BACKWARD_FLOPS
-    return {
-        f"{step}_tflops": rounded(of_pair * work / measured[f"{step}_ms"])
-        for step, of_pair in flops.items()
-    }
-
-
-def faster(name: str, row: dict, peer: dict) -> dict:
-    """The speed of a row relative to the peer, by step. Empty where one of them failed."""
-    if "error" in row or "error" in peer:
-        return {}
-    steps = ("forward", "backward", "total")
-    return {f"{step}_{name}": rounded(peer[f"{step}_ms"] / row[f"{step}_ms"]) for step in steps}

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scripts.benchmarks.harness import Bench, measure, peak_bytes, timed, training_call
+from scripts.benchmarks.harness import Bench, Step, measure, timed, training_call
 from scripts.benchmarks.options import parser_of, positive
 from titan_sparse.loss import IGNORE_INDEX, count_valid, linear_cross_entropy
 
@@ -81,6 +81,17 @@ def one_loss(bench: Bench, loss: Loss, small: Inputs, inputs: Inputs) -> dict:
     found["tflops"] = round(flops / ms / 1e9, 1)
     found["gradient_bytes"] = hidden.nbytes + weight.nbytes
     return found
+
+
+def peak_bytes(steps: list[Step]) -> int:
+    """Most bytes that the GPU holds above what it holds now."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for step in steps:
+        step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def full_logits(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
