@@ -14,7 +14,6 @@ CPU.
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -35,6 +34,7 @@ from titan_sparse.attention.masks.ranges import Causal, MaskRanges, SlidingWindo
 from titan_sparse.attention.observe import count_visits, recording
 from titan_sparse.attention.patterns import BlockIndex, Dense, VerticalSlash
 from titan_sparse.commands import refuses
+from titan_sparse.config import world_from_environment
 from titan_sparse.config.reading import require, tokens
 from titan_sparse.data.shards import write_json
 from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS
@@ -48,8 +48,7 @@ Constants = dict[str, tuple[float, str]]
 @refuses
 def main(words: list[str]) -> int:
     args = arguments(words)
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    world, ranks_of_node = world_from_environment()
     check(args, world, ranks_of_node)
     device = choose_device(args.device)
     init_distributed(device, timeout_seconds=600)
