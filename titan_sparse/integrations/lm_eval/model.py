@@ -1,6 +1,6 @@
 """lm_eval's model "titan_sparse": the answers of its own HFLM, for our checkpoints, sparse or dense.
 
-All ranks run rank 0's requests, and rank 0 reports.
+All ranks run rank 0's requests, as tasks may draw them at random, and rank 0 reports.
 """
 
 import contextlib
@@ -34,6 +34,7 @@ from titan_sparse.data.tokenizer import Tokenizer, open_tokenizer, read_tokenize
 from titan_sparse.evaluation.generation import Stop, generate
 from titan_sparse.evaluation.scorer import Sequence
 from titan_sparse.loss import IGNORE_INDEX
+from titan_sparse.training.faults.process_groups import on_first_rank
 from titan_sparse.training.load import (
     build_scorer,
     find_checkpoint,
@@ -162,7 +163,7 @@ class TitanSparseLM(TemplateLM):
         self, requests: list[Request], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation, and whether greedy decoding writes it."""
-        requests = _of_rank_zero(requests)
+        requests = on_first_rank(lambda: requests)
         sequences = [self._sequence(context, answer) for _, context, answer in requests]
         # Choices that differ only in their last token need a single forward, as in HFLM.
         alike: dict[bytes, list[int]] = {}
@@ -195,7 +196,7 @@ class TitanSparseLM(TemplateLM):
 
         The first token follows prefix_token_id, which does not count where the tokenizer adds it.
         """
-        strings = _of_rank_zero([request.args[0] for request in requests])
+        strings = on_first_rank(lambda: [request.args[0] for request in requests])
         windows: list[Request] = []
         numbers = []
         for number, string in enumerate(strings):
@@ -219,7 +220,7 @@ class TitanSparseLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The text that follows each context, up to a stop string, the end of the text, or
         max_gen_toks."""
-        asked = _of_rank_zero([request.args for request in requests])
+        asked = on_first_rank(lambda: [request.args for request in requests])
         # Only requests with the same generation options are batched together.
         groups: dict[str, list[int]] = {}
         for place, (_, arguments) in enumerate(asked):
@@ -411,11 +412,3 @@ def _settings(
     resolved = load_for_evaluation(words, pretrained, dense, checkpoint, reads_text=False)
     check(resolved, *world_from_environment())
     return resolved, step
-
-
-def _of_rank_zero(value: Any) -> Any:
-    """Rank 0's value on all ranks, because tasks may draw their requests at random."""
-    held = [value]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(held, device=torch.device("cpu"))
-    return held[0]
