@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scripts.benchmarks.options import parser_of
 from scripts.benchmarks.provenance import provenance
 from titan_sparse.attention import attend
 from titan_sparse.attention.backends import choose
@@ -33,7 +32,7 @@ from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.masks.ranges import Causal, MaskRanges, SlidingWindow
 from titan_sparse.attention.observe import count_visits, recording
 from titan_sparse.attention.patterns import BlockIndex, Dense, VerticalSlash
-from titan_sparse.commands import refuses
+from titan_sparse.commands import parser_of, refuses
 from titan_sparse.config import world_from_environment
 from titan_sparse.config.reading import require, tokens
 from titan_sparse.data.shards import write_json
@@ -66,7 +65,7 @@ def main(words: list[str]) -> int:
 
 
 def arguments(words: list[str]) -> argparse.Namespace:
-    parser = parser_of("scripts.calibrate", __doc__)
+    parser = parser_of(__doc__, "scripts.calibrate")
     add = parser.add_argument
     add("--out", required=True, help="JSON file to write")
     add("--seq-len", type=tokens, default=131072, help="tokens of the timed attention")

@@ -53,17 +53,17 @@ from scripts.benchmarks.harness import (
     training_call,
     visited_share,
 )
-from scripts.benchmarks.options import head_set, parser_of, positive, share
+from scripts.benchmarks.options import head_set, share
 from titan_sparse.attention import ContextParallel, backends
 from titan_sparse.attention.context_parallel.layouts import block_multiple
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.masks.visibility import visible_pairs
 from titan_sparse.attention.patterns import Dense
+from titan_sparse.commands import parser_of, positive
 from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS
 from titan_sparse.estimate.flops import causal_pairs
 from titan_sparse.estimate.indexes import ragged_lengths
 
-PROGRAM = "scripts.benchmarks.context_parallel"
 SCHEDULES = ("all_gather", "ring", "double_ring", "ulysses")
 TORCH = "torch context_parallel"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -82,7 +82,7 @@ def main(words: list[str]) -> int:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    parser = parser_of(PROGRAM, __doc__)
+    parser = parser_of(__doc__, "scripts.benchmarks.context_parallel")
     add = parser.add_argument
     add("cases", nargs="+", choices=list(CASES), metavar="CASE", help=", ".join(CASES))
     add("--seq-lens", type=positive, nargs="+", default=[], help="of all ranks together")

@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from scripts.benchmarks.attention_cases import Attention, Shape, ours
-from scripts.benchmarks.options import positive
 from scripts.benchmarks.provenance import provenance
 from titan_sparse.attention import ContextParallel, backends
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.observe import recording
 from titan_sparse.attention.patterns import Pattern
+from titan_sparse.commands import positive
 from titan_sparse.data.shards import write_json
 from titan_sparse.training.faults.process_groups import choose_device, init_distributed
 

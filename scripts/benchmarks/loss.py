@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scripts.benchmarks.harness import Bench, Step, measure, timed, training_call
-from scripts.benchmarks.options import parser_of, positive
+from titan_sparse.commands import parser_of, positive
 from titan_sparse.loss import IGNORE_INDEX, count_valid, linear_cross_entropy
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -42,7 +42,7 @@ def main(words: list[str]) -> int:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    parser = parser_of("scripts.benchmarks.loss", __doc__)
+    parser = parser_of(__doc__, "scripts.benchmarks.loss")
     sizes = {"tokens": 131072, "hidden": 896, "vocab": 151936, "chunk-tokens": 8192, "repeats": 5}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=positive, default=default)

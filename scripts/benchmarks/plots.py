@@ -23,8 +23,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, PercentFormatter
 
-from scripts.benchmarks.options import parser_of, positive
 from scripts.study.settings import DENSE, SPARSE
+from titan_sparse.commands import parser_of, positive
 
 NAMES = ("ours, dense", "flash-attn-4", "triton", "eager", "flex", "ours, triton")
 NAMES += ("ours, cudnn", "cudnn")
@@ -46,7 +46,7 @@ DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 def main(words: list[str]) -> int:
-    parser = parser_of("scripts.benchmarks.plots", __doc__)
+    parser = parser_of(__doc__, "scripts.benchmarks.plots")
     add = parser.add_argument
     add("results", type=Path, nargs="+", metavar="RESULT")
     add("--out", type=Path, required=True, help="the picture, png or svg")

@@ -19,7 +19,6 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from scripts.benchmarks import synthetic
-from scripts.benchmarks.options import parser_of
 from titan_sparse.attention.context_parallel.layouts import ALL_LAYOUTS
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.masks.slices import (
@@ -34,6 +33,7 @@ from titan_sparse.attention.masks.slices import (
 from titan_sparse.attention.observe import count_visits
 from titan_sparse.attention.patterns import BlockIndex, Dense, VerticalSlash
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
+from titan_sparse.commands import parser_of
 from titan_sparse.estimate.planner import table_of
 
 SHARES = (0.34, 0.06, 0.4, 0.16)
@@ -201,7 +201,7 @@ def _write(figure: Figure, out: str) -> None:
 
 
 def main(words: list[str]) -> None:
-    parser = parser_of("scripts.docs.draw_attention", __doc__)
+    parser = parser_of(__doc__, "scripts.docs.draw_attention")
     parser.add_argument("--mask", choices=EXAMPLES, default="causal")
     parser.add_argument("--pattern", choices=("dense", "vertical_slash"), default="dense")
     parser.add_argument("--layout", choices=ALL_LAYOUTS, default="striped")

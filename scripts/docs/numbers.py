@@ -16,14 +16,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import mean, median, stdev
 
-from scripts.benchmarks.options import parser_of
+from titan_sparse.commands import parser_of
 
 ROOT = Path(__file__).parents[2]
 _TABLE = re.compile(r"(<!-- table (\w+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 
 
 def main(words: list[str]) -> int:
-    parser = parser_of("scripts.docs.numbers", __doc__)
+    parser = parser_of(__doc__, "scripts.docs.numbers")
     parser.add_argument("--check", action="store_true", help="write nothing; status 1 if stale")
     args = parser.parse_args(words)
     stale = []
