@@ -62,7 +62,7 @@ MAX_ANSWER_TOKENS = 32
 
 @refuses
 def main(words: list[str]) -> int:
-    parser = parser_of(__doc__, "python -m examples.chat_demo", argparse.ArgumentParser)
+    parser = parser_of(__doc__, "examples.chat_demo")
     commands = parser.add_subparsers(required=True)
     write = commands.add_parser("write")
     write.set_defaults(command=write_chats)

@@ -14,7 +14,6 @@ CPU.
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -26,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scripts.benchmarks.options import parser_of
 from scripts.benchmarks.provenance import provenance
 from titan_sparse.attention import attend
 from titan_sparse.attention.backends import choose
@@ -34,7 +32,8 @@ from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.masks.ranges import Causal, MaskRanges, SlidingWindow
 from titan_sparse.attention.observe import count_visits, recording
 from titan_sparse.attention.patterns import BlockIndex, Dense, VerticalSlash
-from titan_sparse.commands import refuses
+from titan_sparse.commands import parser_of, refuses
+from titan_sparse.config import world_from_environment
 from titan_sparse.config.reading import require, tokens
 from titan_sparse.data.shards import write_json
 from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS
@@ -48,8 +47,7 @@ Constants = dict[str, tuple[float, str]]
 @refuses
 def main(words: list[str]) -> int:
     args = arguments(words)
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    world, ranks_of_node = world_from_environment()
     check(args, world, ranks_of_node)
     device = choose_device(args.device)
     init_distributed(device, timeout_seconds=600)
@@ -67,7 +65,7 @@ def main(words: list[str]) -> int:
 
 
 def arguments(words: list[str]) -> argparse.Namespace:
-    parser = parser_of("scripts.calibrate", __doc__)
+    parser = parser_of(__doc__, "scripts.calibrate")
     add = parser.add_argument
     add("--out", required=True, help="JSON file to write")
     add("--seq-len", type=tokens, default=131072, help="tokens of the timed attention")

@@ -14,8 +14,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from scripts.benchmarks.options import parser_of
-from titan_sparse.commands import refuses
+from titan_sparse.commands import parser_of, refuses
 from titan_sparse.training.metrics_output import read_metrics
 
 ROWS = 10
@@ -24,7 +23,7 @@ ROWS = 10
 
 @refuses
 def main(words: list[str]) -> int:
-    parser = parser_of("scripts.compare_runs", __doc__)
+    parser = parser_of(__doc__, "scripts.compare_runs")
     add = parser.add_argument
     add("a", metavar="A")
     add("b", metavar="B")

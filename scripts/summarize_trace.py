@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from scripts.benchmarks.options import parser_of, positive
+from titan_sparse.commands import parser_of, positive
 
 Interval = tuple[float, float]
 
@@ -92,7 +92,7 @@ class GpuWork(NamedTuple):
 
 
 def main(words: list[str]) -> None:
-    parser = parser_of("scripts.summarize_trace", __doc__)
+    parser = parser_of(__doc__, "scripts.summarize_trace")
     parser.add_argument("trace", help="<output_dir>/profile/rank<r>.json")
     parser.add_argument("--top", type=positive, default=15, help="kernels listed")
     args = parser.parse_args(words)

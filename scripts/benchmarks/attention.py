@@ -43,10 +43,11 @@ from scripts.benchmarks.harness import (
     training_call,
     visited_share,
 )
-from scripts.benchmarks.options import head_set, parser_of, positive, share
+from scripts.benchmarks.options import head_set, share
 from titan_sparse.attention import backends
 from titan_sparse.attention.backends import flex
 from titan_sparse.attention.masks.ranges import Causal
+from titan_sparse.commands import parser_of, positive
 from titan_sparse.estimate.flops import causal_pairs
 
 PROGRAM = "scripts.benchmarks.attention"
@@ -61,7 +62,7 @@ def main(words: list[str]) -> int:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    parser = parser_of(PROGRAM, __doc__)
+    parser = parser_of(__doc__, PROGRAM)
     add = parser.add_argument
     add("--seq-lens", type=positive, nargs="+", default=[131072])
     add("--heads", type=head_set, nargs="+", default=[], help="query heads:KV heads, as 16:2")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titan_sparse.attention import ContextParallel, attend, backends
+from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.backends import flex
 from titan_sparse.attention.masks.ranges import Causal, MaskRanges
 from titan_sparse.attention.patterns import BlockIndex, Dense, Pattern, VerticalSlash
@@ -40,24 +40,6 @@ class Shape(NamedTuple):
     block_size: int
     seq_len: int
     device: str = "cuda"
-
-
-def chosen_backend(backend: str, shape: Shape, dynamic: bool) -> str:
-    """The backend that "auto" selects for this shape. Any other name is returned unchanged.
-
-    dynamic: whether the pattern is sparse.
-    """
-    if backend != "auto":
-        return backend
-    return backends.choose(
-        backend,
-        shape.device,
-        torch.bfloat16,
-        shape.head_dim,
-        shape.block_size,
-        dynamic=dynamic,
-        is_short=shape.seq_len < backends.short_below(0.95, shape.head_dim),
-    )
 
 
 def ready_index(pattern: Pattern, tensors: list[Tensor]) -> Pattern:

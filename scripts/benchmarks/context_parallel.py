@@ -33,41 +33,41 @@ import os
 import sys
 from collections.abc import Iterator
 
+import torch
+
 from scripts.benchmarks.attention_cases import (
     Shape,
-    chosen_backend,
     cudnn,
     draw,
     sparse,
 )
 from scripts.benchmarks.harness import (
-    DTYPES,
     Bench,
     Case,
     about,
     add_common_options,
     cp_mesh,
-    faster,
     measure,
     place,
-    rates,
-    rounded,
     timed,
-    timed_masks,
     training_call,
     visited_share,
 )
-from scripts.benchmarks.options import head_set, parser_of, positive, share
-from titan_sparse.attention import ContextParallel
+from scripts.benchmarks.options import head_set, share
+from titan_sparse.attention import ContextParallel, backends
 from titan_sparse.attention.context_parallel.layouts import block_multiple
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
+from titan_sparse.attention.masks.visibility import visible_pairs
 from titan_sparse.attention.patterns import Dense
+from titan_sparse.commands import parser_of, positive
+from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS
 from titan_sparse.estimate.flops import causal_pairs
 from titan_sparse.estimate.indexes import ragged_lengths
 
-PROGRAM = "scripts.benchmarks.context_parallel"
 SCHEDULES = ("all_gather", "ring", "double_ring", "ulysses")
 TORCH = "torch context_parallel"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Of the gradients on the wire, by the name in rows."""
 
 
 def main(words: list[str]) -> int:
@@ -82,7 +82,7 @@ def main(words: list[str]) -> int:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    parser = parser_of(PROGRAM, __doc__)
+    parser = parser_of(__doc__, "scripts.benchmarks.context_parallel")
     add = parser.add_argument
     add("cases", nargs="+", choices=list(CASES), metavar="CASE", help=", ".join(CASES))
     add("--seq-lens", type=positive, nargs="+", default=[], help="of all ranks together")
@@ -124,6 +124,39 @@ def pretend(nodes: int, rank: int, world: int) -> None:
         "NCCL_HOSTID": f"node{rank * nodes // world}",
         "NCCL_SOCKET_IFNAME": "lo",
         "NCCL_IB_DISABLE": "1",
+    }
+
+
+def chosen_backend(backend: str, shape: Shape, dynamic: bool) -> str:
+    """The backend that "auto" selects for this shape. Any other name is returned unchanged.
+
+    dynamic: whether the pattern is sparse.
+    """
+    if backend != "auto":
+        return backend
+    return backends.choose(
+        backend,
+        shape.device,
+        torch.bfloat16,
+        shape.head_dim,
+        shape.block_size,
+        dynamic=dynamic,
+        is_short=shape.seq_len < backends.short_below(0.95, shape.head_dim),
+    )
+
+
+def rounded(number: float) -> float:
+    return float(f"{number:.5g}")
+
+
+def rates(shape: Shape, measured: dict, pairs: float, ranks: int) -> dict:
+    """TFLOP/s of a rank, by the milliseconds measured and the pairs that each head computes."""
+    work = shape.heads * shape.head_dim * pairs / ranks / 1e9
+    flops = {"forward": FORWARD_FLOPS, "backward": BACKWARD_FLOPS}
+    flops["total"] = FORWARD_FLOPS + BACKWARD_FLOPS
+    return {
+        f"{step}_tflops": rounded(of_pair * work / measured[f"{step}_ms"])
+        for step, of_pair in flops.items()
     }
 
 
@@ -266,18 +299,44 @@ def varlen(bench: Bench) -> Iterator[dict]:
                 named = row | {"name": "ours", "mask": mask, "packs": len(masks)}
                 named |= {"layout": layout, "schedule": schedule, "overlap_stages": stages}
                 found = bench.attempt(named, _masked, shape, layout, schedule, stages, masks)
-                yield found | faster("times_faster_than_torch", found, peer)
+                yield found | _faster(found, peer)
 
 
 def _masked(
     bench: Bench, shape: Shape, layout: str, schedule: str, stages: int, masks: list[Mask]
 ) -> dict:
+    """Times, pairs, and TFLOP/s of a rank: means over the masks."""
     cp = bench.context(layout, schedule, overlap_stages=stages)
     tensors = draw(shape._replace(seq_len=shape.seq_len // cp.size))
-    every = (cp.balance(mask.rows(shape.seq_len, bench.device)) for mask in masks)
-    calls = ((bench.attention(Dense(), ranges, cp), ranges) for ranges in every)
+    measured = []
+    for mask in masks:
+        ranges = cp.balance(mask.rows(shape.seq_len, bench.device))
+        call = bench.attention(Dense(), ranges, cp)
+        pairs = visible_pairs(ranges).item()
+        measured.append(timed(bench, training_call(call, tensors)) | {"pairs": pairs})
+    average = _mean(measured)
     backend = chosen_backend(bench.args.backend, shape, dynamic=False)
-    return timed_masks(bench, shape, tensors, calls) | {"backend": backend}
+    return average | rates(shape, average, average["pairs"], bench.world) | {"backend": backend}
+
+
+def _faster(row: dict, peer: dict) -> dict:
+    """The speed of a row relative to the peer, by step. Empty where one of them failed."""
+    if "error" in row or "error" in peer:
+        return {}
+    return {
+        f"{step}_times_faster_than_torch": rounded(peer[f"{step}_ms"] / row[f"{step}_ms"])
+        for step in ("forward", "backward", "total")
+    }
+
+
+def _mean(rows: list[dict]) -> dict:
+    """The mean of rows with the same numbers or lists of numbers."""
+    averages = {}
+    for key in rows[0]:
+        average = torch.tensor([row[key] for row in rows], dtype=torch.float64).mean(0)
+        values = [rounded(number) for number in average.flatten().tolist()]
+        averages[key] = values if average.ndim else values[0]
+    return averages
 
 
 CASES: dict[str, Case] = {

@@ -11,7 +11,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -22,19 +22,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from scripts.benchmarks.attention_cases import Attention, Shape, ours
-from scripts.benchmarks.options import positive
 from scripts.benchmarks.provenance import provenance
 from titan_sparse.attention import ContextParallel, backends
 from titan_sparse.attention.masks.ranges import MaskRanges
-from titan_sparse.attention.masks.visibility import visible_pairs
 from titan_sparse.attention.observe import recording
 from titan_sparse.attention.patterns import Pattern
+from titan_sparse.commands import positive
 from titan_sparse.data.shards import write_json
-from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS
 from titan_sparse.training.faults.process_groups import choose_device, init_distributed
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""Of the gradients on the wire, by the name in rows."""
 LEAD_CYCLES = 40_000_000
 """GPU cycles of sleep before a timed call, about 20 ms.
 
@@ -194,9 +190,7 @@ def report(bench: Bench, result: dict, row: dict) -> None:
     print(json.dumps(row), flush=True)
     result["rows"].append(row)
     if bench.args.out:
-        path = Path(bench.args.out)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, result)
+        write_json(Path(bench.args.out), result)
 
 
 def about(case: str, shape: Shape) -> dict:
@@ -286,48 +280,8 @@ def timed(bench: Bench, steps: Sequence[Step], repeats: int = 0) -> dict:
     return measured
 
 
-def timed_masks(
-    bench: Bench, shape: Shape, tensors: list[Tensor], calls: Iterable[tuple[Attention, MaskRanges]]
-) -> dict:
-    """Times, pairs, and TFLOP/s of a rank: means over attention under several masks."""
-    measured = []
-    for call, ranges in calls:
-        pairs = visible_pairs(ranges).item()
-        measured.append(timed(bench, training_call(call, tensors)) | {"pairs": pairs})
-    average = mean(measured)
-    return average | rates(shape, average, average["pairs"], bench.world)
-
-
 def _median(numbers: Tensor) -> float:
     return round(statistics.median(numbers.tolist()), 3)
-
-
-def peak_bytes(steps: Sequence[Step]) -> int:
-    """Most bytes that the GPU holds above what it holds now."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    for step in steps:
-        step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
-# Numbers ------------------------------------------------------------------------------------------
-
-
-def rounded(number: float) -> float:
-    return float(f"{number:.5g}")
-
-
-def mean(rows: list[dict]) -> dict:
-    """The mean of rows with the same numbers or lists of numbers."""
-    averages = {}
-    for key in rows[0]:
-        average = torch.tensor([row[key] for row in rows], dtype=torch.float64).mean(0)
-        values = [rounded(number) for number in average.flatten().tolist()]
-        averages[key] = values if average.ndim else values[0]
-    return averages
 
 
 def visited_share(call: Attention, leaves: list[Tensor]) -> float:
@@ -335,22 +289,3 @@ def visited_share(call: Attention, leaves: list[Tensor]) -> float:
     with recording() as seen, torch.no_grad():
         call(*leaves)
     return seen.density().mean().item()
-
-
-def rates(shape: Shape, measured: dict, pairs: float, ranks: int = 1) -> dict:
-    """TFLOP/s of a rank, by the milliseconds measured and the pairs that each head computes."""
-    work = shape.heads * shape.head_dim * pairs / ranks / 1e9
-    flops = {"forward": FORWARD_FLOPS, "backward": BACKWARD_FLOPS}
-    flops["total"] = FORWARD_FLOPS + BACKWARD_FLOPS
-    return {
-        f"{step}_tflops": rounded(of_pair * work / measured[f"{step}_ms"])
-        for step, of_pair in flops.items()
-    }
-
-
-def faster(name: str, row: dict, peer: dict) -> dict:
-    """The speed of a row relative to the peer, by step. Empty where one of them failed."""
-    if "error" in row or "error" in peer:
-        return {}
-    steps = ("forward", "backward", "total")
-    return {f"{step}_{name}": rounded(peer[f"{step}_ms"] / row[f"{step}_ms"]) for step in steps}

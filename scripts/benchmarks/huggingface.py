@@ -37,10 +37,11 @@ from transformers import (
 )
 
 from scripts.benchmarks.harness import Bench, place, report
-from scripts.benchmarks.options import parser_of, positive, share
+from scripts.benchmarks.options import share
 from scripts.benchmarks.provenance import provenance
 from titan_sparse import recording
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
+from titan_sparse.commands import parser_of, positive
 from titan_sparse.estimate.indexes import ragged_lengths
 from titan_sparse.integrations.transformers import AttentionSettings, register
 from titan_sparse.integrations.transformers.context_parallel import (
@@ -145,7 +146,7 @@ def main(words: list[str]) -> int:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    parser = parser_of("scripts.benchmarks.huggingface", __doc__)
+    parser = parser_of(__doc__, "scripts.benchmarks.huggingface")
     add = parser.add_argument
     add("--shapes", nargs="+", choices=list(SHAPES), default=["0.6b", "1.7b"])
     add("--tokens", nargs="+", type=positive, default=[32768, 65536, 131072])

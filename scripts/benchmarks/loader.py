@@ -9,8 +9,7 @@ Other options are those of train.py. One process loads all sequences.
 import sys
 import time
 
-from scripts.benchmarks.options import parser_of
-from titan_sparse.commands import refuses
+from titan_sparse.commands import parser_of, refuses
 from titan_sparse.config import Config, check, padding_multiple
 from titan_sparse.config.reading import load_config
 from titan_sparse.data import build_loader
@@ -43,7 +42,7 @@ def tokens_per_second(config: Config, seconds: float) -> float:
 
 @refuses
 def main(words: list[str]) -> int:
-    parser = parser_of("scripts.benchmarks.loader", __doc__)
+    parser = parser_of(__doc__, "scripts.benchmarks.loader")
     parser.add_argument("--seconds", type=float, default=10.0)
     args, rest = parser.parse_known_args(words)
     config = load_config(rest)

@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scripts.benchmarks.harness import Bench, measure, peak_bytes, timed, training_call
-from scripts.benchmarks.options import parser_of, positive
+from scripts.benchmarks.harness import Bench, Step, measure, timed, training_call
+from titan_sparse.commands import parser_of, positive
 from titan_sparse.loss import IGNORE_INDEX, count_valid, linear_cross_entropy
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -42,7 +42,7 @@ def main(words: list[str]) -> int:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    parser = parser_of("scripts.benchmarks.loss", __doc__)
+    parser = parser_of(__doc__, "scripts.benchmarks.loss")
     sizes = {"tokens": 131072, "hidden": 896, "vocab": 151936, "chunk-tokens": 8192, "repeats": 5}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=positive, default=default)
@@ -81,6 +81,17 @@ def one_loss(bench: Bench, loss: Loss, small: Inputs, inputs: Inputs) -> dict:
     found["tflops"] = round(flops / ms / 1e9, 1)
     found["gradient_bytes"] = hidden.nbytes + weight.nbytes
     return found
+
+
+def peak_bytes(steps: list[Step]) -> int:
+    """Most bytes that the GPU holds above what it holds now."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for step in steps:
+        step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def full_logits(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

@@ -1,17 +1,6 @@
-"""The command lines of scripts: parsers, and types of options. Imports no torch."""
+"""Types of options on the command lines of scripts. Imports no torch."""
 
 import argparse
-
-from titan_sparse import commands
-from titan_sparse.commands import positive
-
-__all__ = ["head_set", "parser_of", "positive", "share"]
-
-
-def parser_of(program: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser that ends the program at a mistake. description: the program's docstring."""
-    kind = argparse.ArgumentParser
-    return commands.parser_of(description or "", f"python -m {program}", kind)
 
 
 def head_set(text: str) -> tuple[int, int]:

@@ -23,8 +23,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, PercentFormatter
 
-from scripts.benchmarks.options import parser_of, positive
 from scripts.study.settings import DENSE, SPARSE
+from titan_sparse.commands import parser_of, positive
 
 NAMES = ("ours, dense", "flash-attn-4", "triton", "eager", "flex", "ours, triton")
 NAMES += ("ours, cudnn", "cudnn")
@@ -46,7 +46,7 @@ DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 def main(words: list[str]) -> int:
-    parser = parser_of("scripts.benchmarks.plots", __doc__)
+    parser = parser_of(__doc__, "scripts.benchmarks.plots")
     add = parser.add_argument
     add("results", type=Path, nargs="+", metavar="RESULT")
     add("--out", type=Path, required=True, help="the picture, png or svg")
@@ -159,10 +159,8 @@ def equal_time_figure(results: list[dict[str, Any]], methods: list[str], against
                 losses = [[loss for _, loss in sorted(of_seed)] for of_seed in curves]
                 least, most = np.min(losses, axis=0), np.max(losses, axis=0)
                 axes.fill_between(seconds, least, most, color=line.get_color(), alpha=0.2)
-        # Older results, which do not name it, are of this model.
-        model = found.get("model", "SmolLM2-135M")
         seeds = len({run["seed"] for run in found["runs"].values()})
-        title = f"{model}, {context:,} tokens" + (f", {seeds} seeds" if seeds > 1 else "")
+        title = f"{found['model']}, {context:,} tokens" + (f", {seeds} seeds" if seeds > 1 else "")
         axes.set(title=title, ylabel="held-out loss, nats per token")
         axes.set(xlabel=f"{against} of training on one GPU")
         axes.grid(alpha=0.3)

@@ -12,9 +12,8 @@ titan-sparse choose.
 import sys
 from pathlib import Path
 
-from scripts.benchmarks.options import parser_of, positive
 from scripts.benchmarks.provenance import provenance
-from titan_sparse.commands import refuses
+from titan_sparse.commands import parser_of, positive, refuses
 from titan_sparse.commands.choose import configurations, measured, words_of_runs
 from titan_sparse.config import Config
 from titan_sparse.config.reading import lengths_of
@@ -24,7 +23,7 @@ from titan_sparse.training.faults.process_groups import choose_device
 
 @refuses
 def main(words: list[str]) -> int:
-    parser = parser_of("scripts.benchmarks.sparse_pays", __doc__)
+    parser = parser_of(__doc__, "scripts.benchmarks.sparse_pays")
     add = parser.add_argument
     add("--model", required=True, help="Hugging Face folder")
     add("--lengths", default="4k,8k,16k,32k,64k", help="tokens, with commas")

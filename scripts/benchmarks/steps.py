@@ -13,16 +13,15 @@ import shlex
 import sys
 from pathlib import Path
 
-from scripts.benchmarks.options import parser_of
 from scripts.benchmarks.provenance import commit_of
-from titan_sparse.commands import refuses
+from titan_sparse.commands import parser_of, refuses
 from titan_sparse.data.shards import write_json
 from titan_sparse.training.metrics_output import read_metrics
 
 
 @refuses
 def main(words: list[str]) -> int:
-    parser = parser_of("scripts.benchmarks.steps", __doc__)
+    parser = parser_of(__doc__, "scripts.benchmarks.steps")
     parser.add_argument("runs", nargs="+", type=named_run, metavar="NAME=FOLDER")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     args = parser.parse_args(words)

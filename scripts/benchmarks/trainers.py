@@ -34,7 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from scripts.benchmarks import harness
 from scripts.benchmarks.huggingface import SHAPES, StepTimes, peak_bytes
-from scripts.benchmarks.options import parser_of, positive
+from titan_sparse.commands import parser_of, positive
 from titan_sparse.commands.train import set_allocator
 from titan_sparse.config import load_and_check
 from titan_sparse.models.flavours import FLAVOURS
@@ -84,7 +84,7 @@ def main(words: list[str]) -> int:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    parser = parser_of("scripts.benchmarks.trainers", __doc__)
+    parser = parser_of(__doc__, "scripts.benchmarks.trainers")
     add = parser.add_argument
     add("--shapes", nargs="+", choices=list(CONFIGS), default=["0.6b", "1.7b"])
     add("--gpus", nargs="+", type=positive, default=[1], help="that share a document")

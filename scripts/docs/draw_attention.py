@@ -19,7 +19,6 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from scripts.benchmarks import synthetic
-from scripts.benchmarks.options import parser_of
 from titan_sparse.attention.context_parallel.layouts import ALL_LAYOUTS
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.masks.slices import (
@@ -34,6 +33,7 @@ from titan_sparse.attention.masks.slices import (
 from titan_sparse.attention.observe import count_visits
 from titan_sparse.attention.patterns import BlockIndex, Dense, VerticalSlash
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
+from titan_sparse.commands import parser_of
 from titan_sparse.estimate.planner import table_of
 
 SHARES = (0.34, 0.06, 0.4, 0.16)
@@ -78,8 +78,7 @@ EXAMPLES: dict[str, Callable[[int], Mask]] = {
 def select(pattern: str, mask: Mask, tokens: int, block_size: int) -> BlockIndex:
     """The selection of one head of a pattern under the mask."""
     if pattern == "dense":
-        q = torch.zeros(1, 1, tokens, 16)
-        return Dense().index([], mask.rows(tokens), *q.shape[:2], block_size)
+        return Dense().index([], mask.rows(tokens), 1, 1, block_size)
     heads = synthetic.draw_heads(tokens, heads=1, kv_heads=1, head_dim=64)
     chosen = VerticalSlash(
         recall=0.9,
@@ -129,8 +128,9 @@ def picture(mask: Mask, index: BlockIndex, layout: str, ranks: int, title: str, 
     return work
 
 
-def gallery(out: str, tokens: int = 240) -> None:
+def gallery(out: str) -> None:
     """All examples in one picture."""
+    tokens = 240
     figure = Figure(figsize=(15, 6.6), layout="constrained")
     panels = figure.subplots(2, 5)
     for axes, (name, example) in zip(panels.flat, EXAMPLES.items(), strict=True):
@@ -201,7 +201,7 @@ def _write(figure: Figure, out: str) -> None:
 
 
 def main(words: list[str]) -> None:
-    parser = parser_of("scripts.docs.draw_attention", __doc__)
+    parser = parser_of(__doc__, "scripts.docs.draw_attention")
     parser.add_argument("--mask", choices=EXAMPLES, default="causal")
     parser.add_argument("--pattern", choices=("dense", "vertical_slash"), default="dense")
     parser.add_argument("--layout", choices=ALL_LAYOUTS, default="striped")

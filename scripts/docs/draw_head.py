@@ -17,10 +17,10 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from scripts.benchmarks.options import parser_of, positive
 from scripts.study.quality import RealModel, text_of
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import VerticalSlash
+from titan_sparse.commands import parser_of, positive
 from titan_sparse.config.reading import require
 from titan_sparse.data.tokenizer import load_tokenizer
 
@@ -47,7 +47,7 @@ class Head(NamedTuple):
 
 
 def main(words: list[str]) -> None:
-    parser = parser_of("scripts.docs.draw_head", __doc__)
+    parser = parser_of(__doc__, "scripts.docs.draw_head")
     add = parser.add_argument
     add("--model", type=Path, required=True, help="folder of scripts.study.real_model")
     add("--layer", type=int, default=1)

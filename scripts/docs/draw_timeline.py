@@ -13,9 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from scripts.benchmarks.options import parser_of, positive
 from titan_sparse.attention.context_parallel.schedules import SCHEDULES
 from titan_sparse.attention.masks.ranges import Causal
+from titan_sparse.commands import parser_of, positive
 from titan_sparse.commands.plan import DEFAULT_CONSTANTS
 from titan_sparse.estimate.constants import KVShape, load_constants
 from titan_sparse.estimate.indexes import random_index
@@ -30,7 +30,7 @@ CONSTANTS = load_constants(str(DEFAULT_CONSTANTS))
 
 
 def main(words: list[str]) -> None:
-    parser = parser_of("scripts.docs.draw_timeline", __doc__)
+    parser = parser_of(__doc__, "scripts.docs.draw_timeline")
     parser.add_argument("--tokens", type=positive, default=524288)
     parser.add_argument("--density", type=float, default=0.02)
     parser.add_argument("--out", type=Path, required=True, help="the picture, .png")

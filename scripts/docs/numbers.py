@@ -12,18 +12,18 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import mean, median, stdev
 
-from scripts.benchmarks.options import parser_of
+from titan_sparse.commands import parser_of
 
 ROOT = Path(__file__).parents[2]
 _TABLE = re.compile(r"(<!-- table (\w+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 
 
 def main(words: list[str]) -> int:
-    parser = parser_of("scripts.docs.numbers", __doc__)
+    parser = parser_of(__doc__, "scripts.docs.numbers")
     parser.add_argument("--check", action="store_true", help="write nothing; status 1 if stale")
     args = parser.parse_args(words)
     stale = []
@@ -83,25 +83,19 @@ def headlines() -> list[str]:
     seeded = [*LARGER, EQUAL_TIME[0]]
     rows = []
     for file in seeded:
-        model = _model(file)
         seconds = result(file)["runs"]["dense"]["seconds"][-1]
-        what = f"held-out loss after {seconds:.0f} s, {model}, {_tokens(file)}"
+        what = f"held-out loss after {seconds:.0f} s, {result(file)['model']}, {_tokens(file)}"
         rows.append([what, *(_range_of_seeds(file, name) for name in methods)])
     for file in seeded:
         runs = result(file)["runs"]
         times = [f"{runs[name]['step_seconds']:.2f} s" for name in methods]
-        rows.append([f"training step, {_model(file)}, {_tokens(file)}", *times])
+        rows.append([f"training step, {result(file)['model']}, {_tokens(file)}", *times])
     times = []
     for name in ("flex", "flash-attn-4"):
         found = row("attention_h200", name=name, seq_len=131072)
         times.append(f"{found['forward_ms'] + found['backward_ms']:.1f} ms")
     rows.append(["attention, forward and backward, 131,072 tokens, 5 % density", *times])
     return lines("what was measured | titan_sparse | dense", rows)
-
-
-def _model(file: str) -> str:
-    # Older results, which do not name it, are of this model.
-    return result(file).get("model", "SmolLM2-135M")
 
 
 def _tokens(file: str) -> str:
@@ -293,20 +287,18 @@ def _steps_of_arms(files: list[str], *peers: str) -> list[str]:
 
 EQUAL_TIME = [f"study_equal_time_{size}h100" for size in ("", "full_")]
 """Files: short runs with several seeds, and longer ones."""
+DENSELY = "dense"
+"""The attention that reads any weights."""
 
 
 def equal_time() -> list[str]:
     """Means over seeds of the runs that had the same seconds."""
     rows = []
     for file in EQUAL_TIME:
-        for name in dict.fromkeys(run["method"] for run in result(file)["runs"].values()):
-            run = result(file)["runs"][name]
-            density = _evaluated(file, name, name)["attention"]["density"]
-            cells = [name.replace("_", " 0."), f"{100 * density:.1f} %"]
-            cells += [f"{run['step_seconds']:.2f}", str(run["steps"][-1])]
-            cells += [f"{mean(_scores(file, name, mode, 'loss')):.3f}" for mode in (name, "dense")]
-            cells += [f"{mean(_scores(file, name, name, 'needle forced')):.0f} %"]
-            rows.append(cells)
+        for method, cells in _trained(file):
+            for mode in (method, DENSELY):
+                cells.append(f"{mean(_scores(file, method, mode, 'loss')):.3f}")
+            rows.append([*cells, _needles(file, method)])
     heads = "attention | density | s per step | steps | held-out loss | dense eval"
     return lines(f"{heads} | needle accuracy", rows)
 
@@ -316,33 +308,40 @@ LARGER = ["study_qwen_1_5b_128k_h200", "study_qwen_0_5b_128k_h200"]
 MORE_VERTICALS = "study_qwen_0_5b_128k_caps_h200"
 """The same for a larger max_verticals."""
 HALF_THE_LENGTH = "study_qwen_0_5b_64k_h200"
-DENSELY = "dense"
-"""The attention that reads any weights."""
 
 
 def larger_model() -> list[str]:
     """Larger models at equal time: losses and names, as trained and read densely, by seeds."""
     rows = []
     for file in [*LARGER, MORE_VERTICALS, HALF_THE_LENGTH]:
-        more = ", 16,384 verticals" * (file == MORE_VERTICALS)
-        for method in dict.fromkeys(run["method"] for run in result(file)["runs"].values()):
-            run = result(file)["runs"][method]
-            density = _evaluated(file, method, method)["attention"]["density"]
-            model = _model(file).removeprefix("Qwen2.5-Coder-")
-            tokens = _tokens(file).removesuffix(" tokens")
-            cells = [model, tokens, method.replace("_", " 0.") + more]
-            cells += [f"{100 * density:.1f} %", f"{run['step_seconds']:.2f}"]
-            cells.append(str(run["steps"][-1]))
+        model = result(file)["model"].removeprefix("Qwen2.5-Coder-")
+        tokens = _tokens(file).removesuffix(" tokens")
+        for method, cells in _trained(file):
+            if file == MORE_VERTICALS:
+                cells[0] += ", 16,384 verticals"
             for measure in ("loss", "loss, names, far"):
                 own, densely = (
                     _mean_and_spread(_scores(file, method, mode, measure))
                     for mode in (method, DENSELY)
                 )
                 cells += [own, "" if method == DENSELY else densely]
-            cells.append(f"{mean(_scores(file, method, method, 'needle forced')):.0f} %")
-            rows.append(cells)
+            rows.append([model, tokens, *cells, _needles(file, method)])
     heads = "model | tokens | attention | density | s per step | steps | held-out loss"
     return lines(f"{heads} | read densely | far names | read densely | needles", rows)
+
+
+def _trained(file: str) -> Iterator[tuple[str, list[str]]]:
+    """Each method of a study, with its name, density, seconds of a step, and steps as cells."""
+    runs = result(file)["runs"]
+    for method in dict.fromkeys(run["method"] for run in runs.values()):
+        density = _evaluated(file, method, method)["attention"]["density"]
+        seconds = runs[method]["step_seconds"]
+        cells = [method.replace("_", " 0."), f"{100 * density:.1f} %", f"{seconds:.2f}"]
+        yield method, [*cells, str(runs[method]["steps"][-1])]
+
+
+def _needles(file: str, method: str) -> str:
+    return f"{mean(_scores(file, method, method, 'needle forced')):.0f} %"
 
 
 def _mean_and_spread(scores: list[float]) -> str:

@@ -27,7 +27,6 @@ import sys
 import time
 from pathlib import Path
 
-from scripts.benchmarks.options import parser_of
 from scripts.study.settings import (
     SIZES,
     START,
@@ -38,6 +37,7 @@ from scripts.study.settings import (
     read_json,
     runs,
 )
+from titan_sparse.commands import parser_of
 from titan_sparse.commands.train import set_allocator
 from titan_sparse.config.reading import Refusal, require
 
@@ -76,7 +76,7 @@ def main(words: list[str]) -> int:
 
 def parse(words: list[str]) -> tuple[argparse.Namespace, Study]:
     """The options, with the names of the parts to do; exits with status 2 on a mistake."""
-    parser = parser_of("scripts.study", __doc__)
+    parser = parser_of(__doc__, "scripts.study")
     add = parser.add_argument
     add("--out", default="outputs/study", help="folder of all that is written; up to 50 GB")
     add("--model", help="folder that scripts.study.real_model wrote; default: made in OUT/model")

@@ -25,7 +25,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from scripts.benchmarks.options import parser_of
 from scripts.study.real_model import (
     EMBEDDING,
     HEAD,
@@ -34,7 +33,7 @@ from scripts.study.real_model import (
     fetch_gguf,
 )
 from scripts.study.settings import read_json
-from titan_sparse.commands import refuses
+from titan_sparse.commands import parser_of, refuses
 from titan_sparse.config.reading import require
 from titan_sparse.data.shards import META, shard_path
 from titan_sparse.data.tokenizer import load_tokenizer
@@ -56,7 +55,7 @@ def main(words: list[str]) -> int:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    parser = parser_of("scripts.study.compact", __doc__)
+    parser = parser_of(__doc__, "scripts.study.compact")
     commands = parser.add_subparsers(required=True, metavar="pack|unpack")
     packing = commands.add_parser("pack", help="the quantized blocks of the words that texts use")
     packing.set_defaults(run=run_pack)

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scripts.benchmarks.options import parser_of, positive
 from scripts.benchmarks.provenance import provenance
 from scripts.study.quality import (
     BLOCK,
@@ -42,7 +41,7 @@ from scripts.study.quality import (
 )
 from scripts.study.settings import read_json
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
-from titan_sparse.commands import refuses
+from titan_sparse.commands import parser_of, positive, refuses
 from titan_sparse.data.shards import write_json
 from titan_sparse.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -93,7 +92,7 @@ def main(words: list[str]) -> int:
 
 def parse(words: list[str]) -> argparse.Namespace:
     """The command line. Ends the program with status 2 for what cannot run here."""
-    parser = parser_of("scripts.study.density", __doc__)
+    parser = parser_of(__doc__, "scripts.study.density")
     add = parser.add_argument
     names = [spec.name for spec in SPECS]
     needles = 4 if torch.cuda.is_available() else 0
@@ -120,7 +119,6 @@ def run(args: argparse.Namespace) -> None:
     # As attention sees them in training; a CPU is slow in bf16.
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     result = started(args, device.type)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     model = RealModel(args.model, device, dtype)
     tokenizer = load_tokenizer(str(args.model))
     for length in args.lengths:

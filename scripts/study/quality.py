@@ -184,12 +184,9 @@ def hide_needles(text: Text, tokenizer: Tokenizer, length: int, count: int) -> N
     # In the middle of as many equal parts of the text.
     depths = [(number + 0.5) / count for number in range(count)]
     samples = needle_samples(document, [length], depths, 1, _SEED)
-    tokens = np.stack([np.concatenate([sample.prompt, sample.answer]) for sample in samples])
-    labels = np.full_like(tokens, IGNORE_INDEX)
-    for row, sample in zip(labels, samples):
-        # The last token of the prompt says the first one of the answer.
-        row[len(sample.prompt) - 1 : -1] = sample.answer
-    return Needles(torch.from_numpy(tokens), torch.from_numpy(labels))
+    pairs = zip(*(sample.sequence() for sample in samples), strict=True)
+    tokens, labels = (torch.from_numpy(np.stack(rows)) for rows in pairs)
+    return Needles(tokens, labels)
 
 
 def quality(

@@ -30,8 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scripts.benchmarks.options import parser_of
-from titan_sparse.commands import refuses
+from titan_sparse.commands import parser_of, refuses
 from titan_sparse.config.reading import Refusal, require
 from titan_sparse.data.tokenizer import load_tokenizer
 from titan_sparse.models.decoder import Attend, Decoder
@@ -88,7 +87,7 @@ _CHECKED_TOKENS = 512
 
 @refuses
 def main(words: list[str]) -> int:
-    parser = parser_of("scripts.study.real_model", __doc__)
+    parser = parser_of(__doc__, "scripts.study.real_model")
     add = parser.add_argument
     add("--model", choices=SOURCES, default=SMOLLM2, help=f"one of {', '.join(SOURCES)}")
     add("--out", type=Path, default=Path("outputs/smollm2"), help="the new folder")

@@ -44,7 +44,6 @@ def report(study: Study, options: argparse.Namespace) -> None:
     if not done and not rows:
         return
     out = study.folder / "report"
-    out.mkdir(exist_ok=True)
     found = provenance(options, study.size.common["training.device"]) | {
         "size": study.title,
         "model": study.model.name,

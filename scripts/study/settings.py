@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titan_sparse.config import Config, ConfigError, load_and_check
+from titan_sparse.config.reading import as_words, given_keys
 from titan_sparse.estimate.flops import causal_pairs
-from titan_sparse.options.values import show
 
 
 def read_json(path: Path) -> Any:
@@ -331,18 +331,11 @@ def _common(study: Study, method: str) -> dict[str, Any]:
 
 def _checked(study: Study, keys: dict[str, Any]) -> Config:
     """The configuration of these keys and the study's options. Raises ConfigError."""
-    given = {word.removeprefix("--").partition("=")[0] for word in study.options}
     decided = keys.keys() - study.size.common.keys() - ADJUSTABLE
-    for key in sorted(decided & given):
+    for key in sorted(decided & given_keys(study.options)):
         raise ConfigError(f"command line: the study itself sets {key}; leave it out")
-    words = []
-    for key, value in keys.items():
-        if isinstance(value, bool):
-            value = show(value)
-        words.append(f"--{key}={value}")
     # Of two words for a key the last counts.
-    words += study.options
-    config, _ = load_and_check(words, 1, 1)
+    config, _ = load_and_check([*as_words(keys), *study.options], 1, 1)
     return config
 
 

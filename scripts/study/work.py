@@ -153,7 +153,6 @@ def evaluate(study: Study, evaluation: Evaluation, deadline: float) -> None:
         checkpoint = find_checkpoint(str(study.folder / evaluation.weights))
     scorer = build_scorer(config, checkpoint, open_tokenizer(config))
     try:
-        out.mkdir(parents=True, exist_ok=True)
         for name in missing:
             check_time(study.size, deadline)
             began = time.perf_counter()

@@ -28,7 +28,7 @@ SLICES = [
     Slices.of(written)
     for written in (
         random_legal(3, 3, SEQ_LEN),
-        cut_square(128, SEQ_LEN),
+        cut_square(SEQ_LEN),
         random_legal(5, 5, SEQ_LEN),
     )
 ]
@@ -37,17 +37,17 @@ SLICES = [
 class Layer(nn.Module):
     """Attention with its projections: 4 query heads, 2 KV heads."""
 
-    def __init__(self, pattern: Pattern, cp: ContextParallel | None = ONE_RANK):
+    def __init__(self, pattern: Pattern):
         super().__init__()
         torch.manual_seed(0)
-        self.pattern, self.cp = pattern, cp
+        self.pattern = pattern
         self.q, self.kv, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def forward(self, x: Tensor, ranges: MaskRanges) -> Tensor:
         """x [B, S, WIDTH] -> [B, S, WIDTH]"""
         q = self.q(x).unflatten(-1, (4, -1)).transpose(1, 2)
         k, v = self.kv(x).unflatten(-1, (4, -1)).transpose(1, 2).chunk(2, dim=1)
-        out = attend(q, k, v, ranges, self.pattern, cp=self.cp, block_size=BLOCK)
+        out = attend(q, k, v, ranges, self.pattern, cp=ONE_RANK, block_size=BLOCK)
         return x + self.out(out.transpose(1, 2).flatten(2))
 
 

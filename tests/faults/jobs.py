@@ -21,6 +21,7 @@ from tests.distributed import forkserver, set_variables, torchrun
 from tests.faults.planted import Faults, plant
 from tests.runs import write_texts
 from titan_sparse.commands import train
+from titan_sparse.config.reading import as_words
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,10 +40,6 @@ SETTINGS = {
     "metrics.log_every": 1,
 }
 """Of a run whose steps take some ten milliseconds on one core."""
-
-
-def words_of(settings: dict[str, object]) -> list[str]:
-    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 
 
 def run_job(
@@ -78,7 +75,7 @@ def under_torchrun(
 ) -> subprocess.Popen:
     """Starts a job, whose ranks torchrun starts again after a failure."""
     program = ROOT / "tests/faults/planted.py"
-    words = [json.dumps(dataclasses.asdict(faults)), *words_of(settings)]
+    words = [json.dumps(dataclasses.asdict(faults)), *as_words(settings)]
     command = torchrun(ranks, program, *words)
     command[3:3] = ["--max-restarts", str(restarts), "--monitor-interval", "0.1"]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

@@ -13,10 +13,10 @@ from tests.faults.jobs import (
     run_job,
     run_under_torchrun,
     whole_checkpoints,
-    words_of,
 )
 from tests.faults.planted import Faults
 from tests.faults.soak import soak
+from titan_sparse.config.reading import as_words
 
 
 def _train(folder: Path, name: str, settings: dict, **options: object) -> tuple[int, str]:
@@ -27,7 +27,7 @@ def _train(folder: Path, name: str, settings: dict, **options: object) -> tuple[
         "training.steps": 8,
         "lr_scheduler.total_steps": 8,
     }
-    return run_job(words_of(SETTINGS | own | settings), folder / f"{name}.log", **options)
+    return run_job(as_words(SETTINGS | own | settings), folder / f"{name}.log", **options)
 
 
 def _one_line(text: str) -> str:

@@ -19,8 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.jobs import ROOT, SETTINGS, metrics, run_job, words_of
+from tests.faults.jobs import ROOT, SETTINGS, metrics, run_job
 from tests.runs import write_texts
+from titan_sparse.config.reading import as_words
 
 ADDRESSES = {"node-a": "192.0.2.1", "node-b": "192.0.2.2"}
 
@@ -134,7 +135,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _words(folder: Path, name: str, **settings: object) -> list[str]:
     own = {"training.output_dir": folder / name, "data.source": folder / "texts"}
-    return words_of(SETTINGS | OF_FOUR_RANKS | own | settings)
+    return as_words(SETTINGS | OF_FOUR_RANKS | own | settings)
 
 
 def _losses(run: Path) -> set[tuple[int, float]]:

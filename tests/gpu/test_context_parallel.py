@@ -36,6 +36,7 @@ from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.context_parallel.comm import Pending
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
+from titan_sparse.config.reading import as_words
 from titan_sparse.training.faults.process_groups import set_timeout
 
 RANKS = 4 if torch.cuda.device_count() >= 4 else 2
@@ -321,9 +322,7 @@ def _trains(folder: Path, ranks: int, options: dict) -> subprocess.Popen:
         "training.steps": 5,
         "training.output_dir": folder / str(ranks),
     }
-    return _torchrun(
-        ranks, "train.py", *(word for key, value in options.items() for word in (f"--{key}", value))
-    )
+    return _torchrun(ranks, "train.py", *as_words(options))
 
 
 def test_training_on_several_is_training_on_one(tmp_path):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tests.models.transformers_models import save_model
 from titan_sparse.config import load_and_check
+from titan_sparse.config.reading import as_words
 from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import Recipe
 from titan_sparse.training.metrics_output import read_lines
@@ -66,9 +67,7 @@ def run(folder: Path, output: str, settings: dict[str, object]) -> Trainer:
         "data.tokenizer": "bytes",
         "training.output_dir": folder / output,
     }
-    words = []
-    for key, value in {**paths, **SETTINGS, **settings}.items():
-        words += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
+    words = as_words({**paths, **SETTINGS, **settings})
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     config, _ = load_and_check(words, ranks, ranks)
     try:

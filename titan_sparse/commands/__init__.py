@@ -49,16 +49,15 @@ class _Parser(argparse.ArgumentParser):
         return own, others
 
 
-def parser_of(
-    description: str, program: str = "", kind: type[argparse.ArgumentParser] = _Parser
-) -> argparse.ArgumentParser:
+def parser_of(description: str, program: str = "") -> argparse.ArgumentParser:
     """A parser for a command. description: its docstring, which begins with how it is called.
 
-    program: how something else than a command is called. kind: what reports a mistake.
+    program: a module that is not a command, which a mistake ends with status 2.
     """
     command = description.partition("titan-sparse ")[2].partition(" ")[0]
+    kind = argparse.ArgumentParser if program else _Parser
     return kind(
-        prog=program or f"titan-sparse {command}",
+        prog=f"python -m {program}" if program else f"titan-sparse {command}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 
 from titan_sparse.commands import in_tokens, parser_of, positive, refuses
-from titan_sparse.config import Config, ConfigError, check, load, world_from_environment
-from titan_sparse.config.reading import KINDS, load_config
+from titan_sparse.config import Config, ConfigError, check, world_from_environment
+from titan_sparse.config.reading import KINDS, as_words, given_keys, load_config
 from titan_sparse.config.sections import Checkpoint, Metrics, Validation
 from titan_sparse.config.start import is_first_rank
 from titan_sparse.data.shards import write_json
@@ -106,13 +106,11 @@ def say(text: str) -> None:
 
 def words_of_runs(model: str, batches: int, words: list[str]) -> list[str]:
     """The options that all measured runs share. Raises ConfigError."""
-    given = {word.removeprefix("--").partition("=")[0] for word in words if word.startswith("--")}
-    for key in given - {"metrics.recall_rows"}:
+    for key in given_keys(words) - {"metrics.recall_rows"}:
         if key in KEYS or key in VARIED or key.startswith(UNUSED):
             raise ConfigError(f"command line: choose itself sets {key}; leave it out")
-    words = [*words, f"--model.initial_hf={model}"]
-    own = KEYS | {"training.steps": batches}
-    return [*words, *(f"--{key}={value}" for key, value in own.items())]
+    own = {"model.initial_hf": model, **KEYS, "training.steps": batches}
+    return [*words, *as_words(own)]
 
 
 def configurations(words: list[str], seq_len: int, out: Path) -> dict[str, Config]:
@@ -127,7 +125,7 @@ def configurations(words: list[str], seq_len: int, out: Path) -> dict[str, Confi
     for name, keys in settings.items():
         folder = out / name.replace(" ", "_")
         keys |= {"training.seq_len": seq_len, "training.output_dir": folder}
-        config = load_config([*words, *(f"--{key}={value}" for key, value in keys.items())])
+        config = load_config([*words, *as_words(keys)])
         config.checkpoint = Checkpoint()
         config.validation = Validation()
         config.metrics = Metrics(
@@ -171,14 +169,7 @@ def all_dense(config: Config, row: Row) -> str:
 
 
 def measured(name: str, config: Config) -> Row:
-    """measure(), and a line about it."""
-    row = measure(config)
-    say(f"measured {name}: density {row['density']:.1%}, {row['step_seconds']:.3f} s a step")
-    return row
-
-
-def measure(config: Config) -> Row:
-    """Train, and read what was logged. Collective; the same on all ranks."""
+    """Train, and read what was logged. Collective; the same on all ranks. Prints a line."""
     with fresh_trainer(config) as trainer:
         is_gpu = trainer.device.type == "cuda"
         if not is_gpu:
@@ -196,7 +187,9 @@ def measure(config: Config) -> Row:
             records = read_lines(Path(config.training.output_dir, "metrics.jsonl"))[-steps:]
             return row_of(records, seconds or [record["step_seconds"] for record in records[1:]])
 
-        return on_first_rank(read)
+        row = on_first_rank(read)
+    say(f"measured {name}: density {row['density']:.1%}, {row['step_seconds']:.3f} s a step")
+    return row
 
 
 def row_of(records: list[dict[str, Any]], seconds: list[float]) -> Row:
@@ -306,8 +299,6 @@ def reason(rows: dict[str, Row], chosen: str) -> str:
 
 def crossing(words: list[str], seq_len: int, out: Path, rows: dict[str, Row]) -> str:
     """Measure dense and the fastest recall at half the length, and say from where sparse should pay."""
-    device = choose_device(load(words)[0].training.device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
     fastest = min((n for n in rows if n != "dense"), key=lambda n: rows[n]["step_seconds"])
     half = seq_len // 2
     unknown = "the length from which sparse pays is not known ({}); measure a longer --seq-len"
@@ -326,6 +317,8 @@ def crossing(words: list[str], seq_len: int, out: Path, rows: dict[str, Row]) ->
     length = crossing_length(seq_len, *times)
     if length is None:
         return unknown.format("steps do not take much longer than those of half the length")
+    device = choose_device(sparse.training.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
     return f"sparse pays from about {length:,.0f} tokens on {name} (estimated from {half} and {seq_len})"
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from titan_sparse.commands import parser_of, positive, refuses
 from titan_sparse.config import Config, check, world_from_environment
 from titan_sparse.config.changes import read_saved
-from titan_sparse.config.reading import require
+from titan_sparse.config.reading import load_config, require
 from titan_sparse.data import Tokenizer, open_tokenizer
 from titan_sparse.data.chat_template import ChatTemplate, load_template
 from titan_sparse.evaluation.generation import decoded, encode_prompt, refuse_linear_layers, stream
@@ -108,13 +108,12 @@ def of_run(path: str, words: list[str]) -> Config:
 
 def of_folder(folder: Path, words: list[str]) -> Config:
     """The configuration for a Hugging Face folder. Raises ConfigError."""
-    given = {word.partition("=")[0] for word in words}
-    defaults = {"--attention.pattern": "dense"}
-    # bfloat16 is slow on most CPUs.
-    config = load_for_evaluation(words, str(folder), dense=False, reads_text=False)
-    if choose_device(config.training.device).type == "cpu":
-        defaults["--training.dtype"] = "float32"
-    words = [*(f"{key}={value}" for key, value in defaults.items() if key not in given), *words]
+    defaults = ["--attention.pattern=dense"]
+    if choose_device(load_config(words).training.device).type == "cpu":
+        # bfloat16 is slow on most CPUs.
+        defaults.append("--training.dtype=float32")
+    # Of two words for a key the last counts.
+    words = [*defaults, *words]
     return load_for_evaluation(words, str(folder), dense=False, reads_text=False)
 
 

@@ -8,7 +8,6 @@ shown. Other words are options of the configuration, as train.py takes them.
 """
 
 import logging
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from titan_sparse.commands import parser_of, positive, refuses
 from titan_sparse.config import Flags, check, world_of
 from titan_sparse.config.reading import load_config
-from titan_sparse.config.sources import source_formats
+from titan_sparse.config.sources import parts_of
 from titan_sparse.data import Tokenizer, open_tokenizer
 from titan_sparse.data.documents import open_documents
 
@@ -38,10 +37,9 @@ def main(words: list[str]) -> int:
     # For as many ranks as it needs: the data are the same on any.
     check(config, *world_of(Flags(dry_run=True), config.parallelism, 1, 1))
     tokenizer = open_tokenizer(config)
-    for source, row_format in source_formats(config.data).items():
-        part = replace(config.data, source=source, format=row_format)
+    for part in parts_of(config.data):
         documents = open_documents(part, tokenizer, config.model.initial_hf)
-        print(f"{source}: {len(documents):,} samples, {documents.sample_format.format}")
+        print(f"{part.source}: {len(documents):,} samples, {documents.sample_format.format}")
         for index in range(min(args.samples, len(documents))):
             tokens, learned = documents[index]
             if learned is None:

@@ -19,7 +19,7 @@ from titan_sparse.config.reading import (
     show,
 )
 from titan_sparse.config.sections import Attention, Config, Data, Flags, Parallelism, Validation
-from titan_sparse.config.sources import single_source, source_formats, source_weights
+from titan_sparse.config.sources import has_chats, single_source, source_formats, source_weights
 from titan_sparse.config.start import world_from_environment, world_of
 from titan_sparse.models.config import DecoderConfig, resolve_adapters
 from titan_sparse.models.flavours import resolve
@@ -129,12 +129,11 @@ def _check_model(config: Config, model: DecoderConfig) -> None:
 def check_formats(data: Data) -> None:
     """Refuses an unknown data.format, and options that none of its formats uses. Raises
     ConfigError."""
-    formats = source_formats(data)
     config = Config(data=data)
-    if formats.get("python", "text") != "text":
+    if source_formats(data).get("python", "text") != "text":
         clash(config, "data.format", "data.source")
     check_ignored(config, "data")
-    if data.split_special_tokens and set(formats.values()) != {"text"}:
+    if data.split_special_tokens and has_chats(data):
         why = "would split the tokens of the chat template of"
         clash(config, "data.split_special_tokens", "data.format", why=why)
     chat_template_kwargs(data)
@@ -421,7 +420,7 @@ _RULES = (
     Rule(
         "data.loss_on chat_template chat_template_kwargs",
         "data.format",
-        lambda config: _formats(config) == {"text"},
+        lambda config: not has_chats(config.data),
         "messages",
     ),
     Rule("data.add_bos", "data.format", lambda config: _formats(config) == {"messages"}, "text"),

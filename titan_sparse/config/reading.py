@@ -10,7 +10,7 @@ import difflib
 import inspect
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -151,6 +151,17 @@ def load_config(argv: list[str]) -> Config:
         flags == Flags(config=flags.config), "flags of train.py would be ignored; leave them out"
     )
     return config
+
+
+def as_words(values: Mapping[str, object]) -> list[str]:
+    """The words of the command line that give these keys their values."""
+    texts = {key: show(x) if isinstance(x, bool) else str(x) for key, x in values.items()}
+    return [f"--{key}={text}" for key, text in texts.items()]
+
+
+def given_keys(words: Iterable[str]) -> set[str]:
+    """The keys and flags that words of the command line name."""
+    return {word[2:].partition("=")[0] for word in words if word.startswith("--")}
 
 
 def _split_words(argv: list[str]) -> list[tuple[str, str | None]]:

@@ -8,6 +8,7 @@ import os.path
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -82,6 +83,17 @@ def source_formats(data: Data) -> dict[str, str]:
     if len(formats) == 1:
         formats *= len(parts)
     return dict(zip(parts, formats, strict=True))
+
+
+def has_chats(data: Data) -> bool:
+    """True if a part of data.source holds chats. Raises ConfigError as source_formats() does."""
+    return set(source_formats(data).values()) != {"text"}
+
+
+def parts_of(data: Data) -> Iterator[Data]:
+    """The [data] section of each part of data.source. Raises ConfigError as source_formats() does."""
+    for source, row_format in source_formats(data).items():
+        yield replace(data, source=source, format=row_format)
 
 
 def format_of(data: Data, source: str, key: str) -> str:

@@ -33,6 +33,11 @@ def world_from_environment() -> tuple[int, int]:
     return _number("WORLD_SIZE", 1), _number("LOCAL_WORLD_SIZE", 1)
 
 
+def cores_of_rank() -> int:
+    """This rank's share of the cores that processes of its node may use, 1 or more."""
+    return max(1, len(os.sched_getaffinity(0)) // world_from_environment()[1])
+
+
 def is_first_rank() -> bool:
     """By torchrun's environment, before there is a process group."""
     return os.environ.get("RANK", "0") == "0"

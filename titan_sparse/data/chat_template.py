@@ -21,9 +21,10 @@ from titan_sparse.config.checking import chat_template_kwargs
 from titan_sparse.config.sections import Data
 from titan_sparse.config.sources import source_weights
 from titan_sparse.data.rows import Arguments, BadSample, Message, arguments_of, with_arguments
-from titan_sparse.data.shards import META, read_meta
+from titan_sparse.data.shards import read_meta
 from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.models.huggingface_files import CHAT_TEMPLATE, MORE_TEMPLATES, files_to_copy
+from titan_sparse.options.values import one_line
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DAY = datetime.datetime(2024, 7, 26)
@@ -75,9 +76,9 @@ class ChatTemplate:
         try:
             self._compiled = {name: environment.from_string(text) for name, text in texts.items()}
         except Exception as error:  # Jinja's, and what Python raises inside of it
-            reason = " ".join(str(error).split())
             raise ValueError(
-                f"the chat template cannot be compiled: {reason}; write another data.chat_template"
+                f"the chat template cannot be compiled: {one_line(error)}; write another "
+                "data.chat_template"
             ) from error
         parsed = [environment.parse(text) for text in texts.values()]
         known = set().union(*(meta.find_undeclared_variables(tree) for tree in parsed))
@@ -154,8 +155,7 @@ class ChatTemplate:
             ) from error
         # Jinja's errors, the template's own refusals, and what Python raises inside of it.
         except Exception as error:
-            reason = " ".join(str(error).split())
-            raise BadSample(f"the chat template cannot render it: {reason}") from error
+            raise BadSample(f"the chat template cannot render it: {one_line(error)}") from error
 
     def _name(self, tools: list[Any]) -> str:
         return "tool_use" if tools and "tool_use" in self._texts else "default"
@@ -229,13 +229,12 @@ def as_prepared(data: Data) -> Data:
     """`data` with the template, the variables, and loss_on of its prepared chats, unless it names
     others."""
     for source in source_weights(data.source):
-        folder = Path(source).expanduser()
-        made = read_meta(folder / META)
+        made = read_meta(source)
         if made.get("row_format", "text") == "text":
             continue
         if data.loss_on == Data().loss_on:
             data = replace(data, loss_on=made["loss_on"])
-        if not data.chat_template and find_template(folder):
+        if not data.chat_template and find_template(Path(source).expanduser()):
             kwargs = data.chat_template_kwargs or made.get("chat_template_kwargs", "")
             data = replace(data, chat_template=source, chat_template_kwargs=kwargs)
     return data
@@ -244,7 +243,18 @@ def as_prepared(data: Data) -> Data:
 def run_texts(data: Data, model_folder: str, tokenizer: Tokenizer) -> dict[str, str]:
     """The templates of a run by name: of data.chat_template, else of its prepared chats, else of the
     tokenizer, else of the model; empty if there is none."""
-    return _find_texts(as_prepared(data), [tokenizer.folder, model_folder])
+    data = as_prepared(data)
+    if not data.chat_template:
+        folders = filter(None, (tokenizer.folder, model_folder))
+        found = [find_template(Path(folder).expanduser()) for folder in folders]
+        return next((texts for texts in found if texts), {})
+    path = Path(data.chat_template).expanduser()
+    texts = find_template(path) if path.is_dir() else {"default": _read(path)}
+    if not texts:
+        raise ValueError(
+            f'data.chat_template = "{data.chat_template}" does not hold {CHAT_TEMPLATE}; write a file'
+        )
+    return texts
 
 
 def exported_files(data: Data, model_folder: str, tokenizer: Tokenizer) -> dict[str, bytes]:
@@ -269,20 +279,6 @@ def exported_files(data: Data, model_folder: str, tokenizer: Tokenizer) -> dict[
         place = CHAT_TEMPLATE if name == "default" else f"{MORE_TEMPLATES}/{name}.jinja"
         contents[place] = text.encode()
     return contents
-
-
-def _find_texts(data: Data, folders: list[Path | str | None]) -> dict[str, str]:
-    """The templates of data.chat_template by name, else of the first folder that has some."""
-    if not data.chat_template:
-        found = [find_template(Path(folder).expanduser()) for folder in folders if folder]
-        return next((texts for texts in found if texts), {})
-    path = Path(data.chat_template).expanduser()
-    texts = find_template(path) if path.is_dir() else {"default": _read(path)}
-    if not texts:
-        raise ValueError(
-            f'data.chat_template = "{data.chat_template}" does not hold {CHAT_TEMPLATE}; write a file'
-        )
-    return texts
 
 
 def find_template(folder: Path) -> dict[str, str]:

@@ -34,7 +34,7 @@ from titan_sparse.data.rows import (
 )
 from titan_sparse.data.shards import TokenShards, is_prepared
 from titan_sparse.data.tokenizer import Encoded, SampleFormat, Tokenizer, begun
-from titan_sparse.options.values import show
+from titan_sparse.options.values import one_line, show
 
 logger = logging.getLogger("titan_sparse")
 
@@ -174,10 +174,10 @@ def _cached_rows(states: list["FileState"], data: Data) -> Any:
         return pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).read_all()
     except pyarrow.ArrowInvalid as error:
         raise ValueError(
-            f'data.source = "{data.source}": its cache is damaged ({_one_line(error)}); delete {path}'
+            f'data.source = "{data.source}": its cache is damaged ({one_line(error)}); delete {path}'
         ) from error
     except (OSError, ValueError) as error:
-        raise ValueError(f'data.source = "{data.source}": {_one_line(error)}') from error
+        raise ValueError(f'data.source = "{data.source}": {one_line(error)}') from error
 
 
 def _cache_folder() -> Path:
@@ -254,7 +254,7 @@ def _open_dataset(data: Data) -> LazyTexts:
         raise ValueError(
             f'data.source = "{data.source}" (data.subset = "{data.subset}", data.split = '
             f'"{data.split}") is not a path and cannot be loaded as a Hugging Face dataset: '
-            f"{_one_line(error)}"
+            f"{one_line(error)}"
         ) from error
     field, names = _field(data), dataset.column_names
     form = chat_form(data.format, field, names)
@@ -293,10 +293,6 @@ def _log_form(source: str, form: str) -> None:
 def _refuse_bad(row: Row, data: Data) -> None:
     if row.problem and data.bad_rows == "refuse":
         raise ValueError(f'{row.problem}; correct it, or write data.bad_rows = "skip"')
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
 
 
 MOST_KEPT = 1 << 24

@@ -5,7 +5,6 @@ config.json and generation_config.json everyone else. A base model names its end
 alone. If it then learns chats that end in <|im_end|>, that token must stop it too.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from titan_sparse.config.sections import Config, Data
-from titan_sparse.config.sources import source_formats
+from titan_sparse.config.sources import parts_of
 from titan_sparse.data.chats import ChatEncoder
 from titan_sparse.data.rows import sample_text
-from titan_sparse.data.shards import META, is_prepared, read_meta
+from titan_sparse.data.shards import is_prepared, read_meta
 from titan_sparse.data.tokenizer import Encoded, Tokenizer
 from titan_sparse.models.huggingface_config import read_object
 
@@ -70,13 +69,12 @@ def declared_ends(folder: str) -> list[int]:
 
 def _chats(data: Data) -> Iterator[Data]:
     """The recipes of the parts of data.source that hold chats."""
-    for source, row_format in source_formats(data).items():
-        part = dataclasses.replace(data, source=source, format=row_format)
-        if is_prepared(source):
-            meta = read_meta(Path(source).expanduser() / META)
+    for part in parts_of(data):
+        if is_prepared(part.source):
+            meta = read_meta(part.source)
             part.format = meta.get("row_format", "text")
             part.chat_template_kwargs = meta.get("chat_template_kwargs", "")
-            part.chat_template = source
+            part.chat_template = part.source
         if part.format != "text":
             part.loss_on = "assistant"
             yield part

@@ -19,7 +19,7 @@ from torch import Tensor
 from titan_sparse.config.changes import data_differences
 from titan_sparse.config.reading import Refusal
 from titan_sparse.config.sections import Data
-from titan_sparse.config.sources import source_formats, source_weights
+from titan_sparse.config.sources import parts_of, source_weights
 from titan_sparse.data.documents import open_documents
 from titan_sparse.data.recipe import prepare_command
 from titan_sparse.data.shards import DataError, TokenShards
@@ -300,8 +300,7 @@ def build_loader(
     if tokenizer is None:
         tokenizer = load_tokenizer(data.tokenizer or "bytes", data.split_special_tokens)
     streams: list[Stream] = []
-    for source, row_format in source_formats(data).items():
-        part = replace(data, source=source, format=row_format)
+    for part in parts_of(data):
         documents = open_documents(part, tokenizer, model_folder)
         kind: type[Stream] = WalkedStream
         if documents.sample_format.is_chat:
@@ -309,7 +308,7 @@ def build_loader(
             if data.sequences != "packed":
                 raise ValueError(
                     f'data.sequences = "{data.sequences}" would cut answers of data.source = '
-                    f'"{source}"; write data.sequences = "packed", which keeps chats whole'
+                    f'"{part.source}"; write data.sequences = "packed", which keeps chats whole'
                 )
         elif data.sequences != "packed" and isinstance(documents, TokenShards):
             kind = SampleStream

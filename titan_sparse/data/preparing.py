@@ -208,7 +208,6 @@ def _check_plan(folder: Path, out: str, plan: dict[str, Any]) -> None:
     """Write the plan, or compare it with the one that `out` was begun with."""
     path = folder / PLAN
     if not path.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
         write_json(path, plan)
         return
     saved = _read_counts(path)

@@ -56,7 +56,8 @@ def token_dtype(vocab_size: int) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write the file completely or not at all, so that it is never half-written."""
+    """Write the file completely or not at all, so that it is never half-written. Makes its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(value, indent=1), encoding="utf-8")
     os.replace(temporary, path)
@@ -90,15 +91,13 @@ def write_shard(
 
 def is_prepared(source: str) -> bool:
     """True if data.source is a folder of shards, finished or not."""
-    path = Path(source).expanduser()
-    return any(read_meta(path / name) for name in (META, PLAN))
+    return any(read_meta(source, name) for name in (META, PLAN))
 
 
 def adds_bos(data: Data) -> bool:
     """True if texts of a run begin with the tokenizer's `begin`: data.add_bos, unless all parts of
     data.source are prepared tokens without it."""
-    paths = [Path(source).expanduser() for source in source_weights(data.source)]
-    metas = [read_meta(path / META) for path in paths]
+    metas = [read_meta(source) for source in source_weights(data.source)]
     return data.add_bos and (not all(metas) or any(meta["add_bos"] for meta in metas))
 
 
@@ -112,7 +111,7 @@ class TokenShards:
 
     def __init__(self, source: str, tokenizer: Tokenizer) -> None:
         self.folder = Path(source).expanduser()
-        meta = read_meta(self.folder / META)
+        meta = read_meta(source)
         if not meta:
             raise ValueError(
                 f'data.source = "{source}" is not finished; run the same titan-sparse prepare_data again'
@@ -220,10 +219,10 @@ class TokenShards:
         return number, row, int(offsets[row]), int(offsets[row + 1])
 
 
-def read_meta(path: Path) -> dict[str, Any]:
-    """The content of a meta.json or plan.json of shards; empty if it is not one."""
+def read_meta(source: str, name: str = META) -> dict[str, Any]:
+    """The content of meta.json, or plan.json, of a folder of shards; empty if it is not one."""
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        meta = json.loads((Path(source).expanduser() / name).read_text(encoding="utf-8"))
         return meta if meta.get("format") in FORMATS else {}
     except (OSError, ValueError, AttributeError):
         return {}

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from titan_sparse.config.reading import require
 from titan_sparse.config.sections import Config
 from titan_sparse.config.sources import holds_tokenizer, tokenizer_folder, tokenizer_name
-from titan_sparse.options.values import show
+from titan_sparse.options.values import one_line, show
 
 END_OF_DOCUMENT_TOKENS = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>"]
 TOKENIZER_FILE = "tokenizer.json"
@@ -190,10 +190,9 @@ def read_tokenizer(name: str) -> Any:
         )
     # The libraries raise errors of any kind.
     except Exception as error:
-        reason = " ".join(str(error).split())
         raise ValueError(
             f"data.tokenizer = {show(name)} is not a tokenizer that transformers can read here, where "
-            f"code of a folder is not run: {type(error).__name__}: {reason}"
+            f"code of a folder is not run: {type(error).__name__}: {one_line(error)}"
         ) from error
     if not read.is_fast:
         raise ValueError(

@@ -25,6 +25,14 @@ class Sample:
     length: int
     about: dict[str, Any] = field(default_factory=dict)
 
+    def sequence(self) -> Sequence:
+        """Prompt and answer, with labels for the answer's tokens alone."""
+        tokens = np.concatenate([self.prompt, self.answer])
+        labels = np.full(len(tokens), IGNORE_INDEX)
+        # The last token of the prompt says the first one of the answer.
+        labels[len(self.prompt) - 1 : -1] = self.answer
+        return Sequence(tokens, labels)
+
 
 def string_match_all(prediction: str, references: tuple[str, ...]) -> float:
     """Share of the references that the prediction contains, in upper or lower case (as in RULER)."""
@@ -62,15 +70,12 @@ def score_samples(scorer: Scorer, samples: list[Sample], generate: bool) -> list
 def _forced(scorer: Scorer, sample: Sample | None, length: int) -> dict[str, Any]:
     """The results of one forward over prompt and answer. sample: None takes part in the collectives
     only."""
+    # The answer's last token is read too, as the document has that length then: shorter ones may be
+    # dense.
+    sequence = None if sample is None else sample.sequence()
+    ((losses, predicted),) = scorer.answers([sequence], length)
     if sample is None:
-        scorer.answers([None], length)
         return {}
-    # Labels for the answer's tokens alone. All are read, as the document has that length then: shorter
-    # ones may be dense.
-    tokens = np.concatenate([sample.prompt, sample.answer])
-    labels = np.full(len(tokens), IGNORE_INDEX)
-    labels[len(sample.prompt) - 1 : -1] = sample.answer
-    ((losses, predicted),) = scorer.answers([Sequence(tokens, labels)], length)
     found = compared(scorer.tokenizer, sample.answer, predicted.cpu().numpy())
     return {**found, "loss": losses.mean().item()}
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from titan_sparse.options.values import show
+from titan_sparse.options.values import one_line, show
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -181,7 +181,7 @@ def local_folder(name: str, key: str, weights: bool) -> str:
         return snapshot_download(name, allow_patterns=patterns, ignore_patterns=copies)
     # Whatever a network, a hub, or a full disk raises.
     except Exception as error:
-        reason = " ".join(str(error).split()).partition(". ")[0]
+        reason = one_line(error).partition(". ")[0]
         raise ValueError(
             f"{key} = {show(name)} is not a folder here, and downloading it from the Hugging Face hub "
             f"failed ({type(error).__name__}: {reason}); write the path of a folder, for example that "

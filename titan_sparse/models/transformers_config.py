@@ -15,6 +15,7 @@ from typing import Any
 
 from titan_sparse.models.config import DecoderConfig, Linear, RopeConfig
 from titan_sparse.models.huggingface_config import FAMILIES, check_json, read_json
+from titan_sparse.options.values import one_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,9 +136,8 @@ def build_their_model(
             config.rope_parameters["rope_theta"] = rope_theta
         return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     except Exception as error:
-        reason = " ".join(str(error).split())
         raise ValueError(
-            f"model.initial_hf: transformers cannot build {folder}/config.json: {reason}"
+            f"model.initial_hf: transformers cannot build {folder}/config.json: {one_line(error)}"
         ) from error
     finally:
         logger.setLevel(level)

@@ -112,6 +112,11 @@ def one_of(key: str, value: Any, choices: Collection[str]) -> str:
     raise ValueError(f"{key} = {show(value)} is not one of {listed}{hint}")
 
 
+def one_line(error: BaseException) -> str:
+    """The text of an error of any library, for a message of one line."""
+    return " ".join(str(error).split())
+
+
 def show(value: Any) -> str:
     """A value as TOML writes it, for messages: its beginning and its end where it is long."""
     text = as_toml(value)

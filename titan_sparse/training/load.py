@@ -21,10 +21,10 @@ from titan_sparse.config import (
 )
 from titan_sparse.config.changes import read_saved
 from titan_sparse.config.checking import ignored_options
-from titan_sparse.config.reading import KINDS, load_config, require
+from titan_sparse.config.reading import KINDS, given_keys, load_config, require
 from titan_sparse.config.sources import (
+    has_chats,
     single_source,
-    source_formats,
     source_weights,
     tokenizer_name,
 )
@@ -100,7 +100,7 @@ def load_for_evaluation(
     so that it cannot conflict with another mesh, and refused among `words` beside a file.
     """
     config = load_config(words)
-    given = _given(words)
+    given = given_keys(words)
     asked = {key: attrgetter(key)(config) for key in KINDS if key in given}
     ignored = {"what only training reads": _OF_TRAINING}
     if not reads_text:
@@ -136,7 +136,7 @@ def load_for_evaluation(
     if reads_text:
         data.source = single_source(data.source, "data.source", data.format)
         _leave_out_others(config, words)
-    elif (data.chat_template or data.chat_template_kwargs) and not _has_chats(data):
+    elif (data.chat_template or data.chat_template_kwargs) and not has_chats(data):
         # Of prompts, also where the texts of the run were no chats.
         kept = ("tokenizer", "other_tokenizer", "add_bos", "chat_template", "chat_template_kwargs")
         values = {name: getattr(data, name) for name in kept}
@@ -156,15 +156,11 @@ def load_for_evaluation(
     return config
 
 
-def _given(words: list[str]) -> set[str]:
-    return {word[2:].partition("=")[0] for word in words if word.startswith("--")}
-
-
 def _leave_out_others(config: Config, words: list[str]) -> None:
     """Resets what the run's file says of other sources than data.source. What `words` say stays, and is
     refused where it does nothing."""
     data = config.data
-    given = _given(words)
+    given = given_keys(words)
     file = words[:2] if words[:1] == ["--config"] else []
     trained = load_config(file).data
     others = [key.removeprefix("data.") for key, _ in ignored_options(config, "data")]
@@ -183,10 +179,6 @@ def _leave_out_others(config: Config, words: list[str]) -> None:
         if not data.chat_template:
             data.chat_template = made.chat_template
             data.chat_template_kwargs = data.chat_template_kwargs or made.chat_template_kwargs
-
-
-def _has_chats(data: Data) -> bool:
-    return set(source_formats(data).values()) != {"text"}
 
 
 def _was_begun(checkpoint: str) -> bool:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_sparse.config import Config
 from titan_sparse.config.start import is_first_rank
+from titan_sparse.options.values import one_line
 
 if TYPE_CHECKING:
     import wandb
@@ -149,9 +150,8 @@ def open_wandb(config: Config) -> "wandb.Run | None":
             allow_val_change=True,
         )
     except (wandb.Error, OSError) as error:
-        reason = " ".join(str(error).split())
         raise ValueError(
-            f'metrics.trackers = "wandb": {reason}; set WANDB_MODE=offline, or write '
+            f'metrics.trackers = "wandb": {one_line(error)}; set WANDB_MODE=offline, or write '
             'metrics.trackers = "none"'
         ) from error
     # Steps are ours: a run that goes back to a checkpoint writes some of them again.

@@ -6,7 +6,6 @@ ask its rules what to do, which takes the host tens of milliseconds a step.
 """
 
 import math
-import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from titan_sparse.config import Config, LRScheduler, Optimizer
+from titan_sparse.config.start import cores_of_rank
 
 _DECAYS = {
     "linear": lambda share: 1 - share,
@@ -50,8 +50,7 @@ def build_optimizer(
         implementation = "fused" if is_fused else "foreach"
     if optimizer.offload and device_type == "cuda" and torch.get_num_threads() == 1:
         # torchrun starts processes with one thread each by default.
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
+        torch.set_num_threads(cores_of_rank())
     options: dict[str, Any] = {
         "lr": optimizer.lr,
         "fused": implementation == "fused",

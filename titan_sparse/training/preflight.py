@@ -133,7 +133,7 @@ def open_data(config: Config, model: DecoderConfig) -> PackedLoader:
         config.training.local_batch_size,
         config.training.seed,
         dp_rank=int(os.environ.get("RANK", 0)) // cp,
-        dp_size=int(os.environ.get("WORLD_SIZE", 1)) // cp,
+        dp_size=world_from_environment()[0] // cp,
         padding_multiple=padding_multiple(config),
         tokenizer=tokenizer,
         # Under other masks documents run into each other, if there are several in a sequence.

@@ -22,7 +22,7 @@ from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.observe import Recording
 from titan_sparse.config import Config, padding_multiple, resolve_cp_intra
 from titan_sparse.config.reading import Refusal
-from titan_sparse.config.sources import source_formats
+from titan_sparse.config.sources import has_chats
 from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.training.attention import schedule_named
 from titan_sparse.training.optimizer import shard_of
@@ -89,7 +89,7 @@ def refusal(
     has_padding = (
         config.training.seq_len % padding_multiple(config) > 0
         or config.data.sequences == "fixed_and_rest"
-        or set(source_formats(config.data).values()) != {"text"}
+        or has_chats(config.data)
     )
     routes_by_index = attention.route_by == "auto" and attention.layout in ("contiguous", "zigzag")
     reasons = {

@@ -80,15 +80,13 @@ def events_of_attention(
     axes: tuple[int, int],
     pattern: Pattern,
     kv_heads: int = 1,
-    overlap_stages: tuple[int, int] | None = None,
 ) -> tuple[list[str], list[str]]:
     """The events of a forward and of its backward, on rank 0; every rank needs every chunk. Keys and
     values circulate."""
     ranks = axes[0] * axes[1]
     with fake_world(ranks):
-        options = {"overlap_stages": overlap_stages}
-        if schedule in ("ring", "double_ring"):
-            options["backward_circulates"] = "kv"
+        is_ring = schedule in ("ring", "double_ring")
+        options = {"backward_circulates": "kv"} if is_ring else {}
         cp = ContextParallel(mesh_of(axes), "striped", schedule, BLOCK, **options)
         events = _record(monkeypatch)
         generator = torch.Generator().manual_seed(0)

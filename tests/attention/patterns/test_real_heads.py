@@ -55,11 +55,11 @@ def _attention(heads: tuple[Tensor, Tensor], sinks: int = 0) -> Tensor:
     return scores.softmax(-1).nan_to_num_()
 
 
-def _density_at(recall: float, points: list[Point]) -> float:
-    """Interpolated between the two points around it."""
+def _density(points: list[Point]) -> float:
+    """At RECALL, interpolated between the two points around it."""
     recalls, densities = zip(*sorted(points))
-    assert recalls[-1] >= recall
-    return float(np.interp(recall, recalls, densities))
+    assert recalls[-1] >= RECALL
+    return float(np.interp(RECALL, recalls, densities))
 
 
 def _pattern(budget: str, recall: float) -> VerticalSlash:
@@ -93,7 +93,7 @@ def _mean_point(heads: tuple[Tensor, Tensor], attention: Tensor, pattern: Vertic
 def test_a_recall_needs_no_more_than_it_did(heads, budget):
     attention = _attention(heads)
     points = [_mean_point(heads, attention, _pattern(budget, target)) for target in TARGETS[budget]]
-    density = _density_at(RECALL, points)
+    density = _density(points)
     print(f"{budget}: {density:.2%} at recall {RECALL}; {points}")
     assert density <= MOST_RISE * MEASURED[budget]
     if budget != "independent":
@@ -105,7 +105,7 @@ def test_what_lies_behind_the_sinks_is_kept(heads):
     """By default sinks do not count. The recall is the mean over rows of the share of the remaining mass."""
     behind = _attention(heads, sinks=VerticalSlash().sinks)
     points = [_mean_point(heads, behind, VerticalSlash(recall=recall)) for recall in (0.85, 0.9)]
-    density = _density_at(RECALL, points)
+    density = _density(points)
     print(f"{density:.2%} at recall {RECALL} behind the sinks; {points}")
     # The last rows, a quarter of the probe, want a little more than all rows do.
     assert points[1].recall == pytest.approx(0.9, abs=0.015)

@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import forkserver, on_ranks
-from tests.faults.jobs import SETTINGS, free_port, run_job, words_of
+from tests.faults.jobs import SETTINGS, free_port, run_job
 from tests.faults.planted import Faults
 from titan_sparse.commands import train
 from titan_sparse.config import Refusal
+from titan_sparse.config.reading import as_words
 from titan_sparse.training.faults import heartbeat
 from titan_sparse.training.faults.heartbeat import Watch, culprits, has_ended, machine
 from titan_sparse.training.faults.launcher import OtherRankFailed, Poisoned, StopSignals, _is_python
@@ -37,7 +38,7 @@ def test_a_rank_that_sleeps_is_named_before_the_timeout(texts, tmp_path):
     # At 3 s a busy machine's pause of 0.6 s is silence.
     settings = {"parallelism.cp": 2, "parallelism.timeout_seconds": 12, "training.steps": 4}
     paths = {"data.source": tmp_path / "texts", "training.output_dir": tmp_path / "run"}
-    words = words_of(SETTINGS | settings | paths)
+    words = as_words(SETTINGS | settings | paths)
     faults = Faults(rank=0, code="import time; time.sleep(1e6)")
     status, output = run_job(words, tmp_path / "output", ranks=2, faults=faults)
     assert status == 1

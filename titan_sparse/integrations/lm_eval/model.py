@@ -1,6 +1,6 @@
 """lm_eval's model "titan_sparse": the answers of its own HFLM, for our checkpoints, sparse or dense.
 
-All ranks run rank 0's requests, and rank 0 reports.
+All ranks run rank 0's requests, as tasks may draw them at random, and rank 0 reports.
 """
 
 import contextlib
@@ -27,13 +27,14 @@ from tqdm import tqdm
 
 from titan_sparse.config import Config, Refusal, check, world_from_environment
 from titan_sparse.config.checking import chat_template_kwargs
-from titan_sparse.config.reading import require, tokens
+from titan_sparse.config.reading import as_words, require, tokens
 from titan_sparse.config.sources import tokenizer_name
 from titan_sparse.data.chat_template import as_prepared, run_texts
 from titan_sparse.data.tokenizer import Tokenizer, open_tokenizer, read_tokenizer
 from titan_sparse.evaluation.generation import Stop, generate
 from titan_sparse.evaluation.scorer import Sequence
 from titan_sparse.loss import IGNORE_INDEX
+from titan_sparse.training.faults.process_groups import on_first_rank
 from titan_sparse.training.load import (
     build_scorer,
     find_checkpoint,
@@ -162,7 +163,7 @@ class TitanSparseLM(TemplateLM):
         self, requests: list[Request], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation, and whether greedy decoding writes it."""
-        requests = _of_rank_zero(requests)
+        requests = on_first_rank(lambda: requests)
         sequences = [self._sequence(context, answer) for _, context, answer in requests]
         # Choices that differ only in their last token need a single forward, as in HFLM.
         alike: dict[bytes, list[int]] = {}
@@ -181,8 +182,7 @@ class TitanSparseLM(TemplateLM):
                 wanted = torch.tensor(requests[place][2], device=predicted.device)
                 yield place, (-losses.sum().item(), bool((predicted == wanted).all()))
 
-        found = self._by_batch(groups, score, disable_tqdm)
-        results = [found[place] for place in range(len(requests))]
+        results = self._by_batch(groups, score, disable_tqdm)
         for (name, _, _), result in zip(requests, results, strict=True):
             # loglikelihood_rolling() keeps the sums of its windows itself.
             if name is not None:
@@ -196,7 +196,7 @@ class TitanSparseLM(TemplateLM):
 
         The first token follows prefix_token_id, which does not count where the tokenizer adds it.
         """
-        strings = _of_rank_zero([request.args[0] for request in requests])
+        strings = on_first_rank(lambda: [request.args[0] for request in requests])
         windows: list[Request] = []
         numbers = []
         for number, string in enumerate(strings):
@@ -220,7 +220,7 @@ class TitanSparseLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The text that follows each context, up to a stop string, the end of the text, or
         max_gen_toks."""
-        asked = _of_rank_zero([request.args for request in requests])
+        asked = on_first_rank(lambda: [request.args for request in requests])
         # Only requests with the same generation options are batched together.
         groups: dict[str, list[int]] = {}
         for place, (_, arguments) in enumerate(asked):
@@ -276,8 +276,7 @@ class TitanSparseLM(TemplateLM):
                 yield place, postprocess_generated_text(text, until, None)
 
         longest_first = sorted(range(len(prompts)), key=lambda place: -len(prompts[place]))
-        found = self._by_batch(longest_first, write, disable_tqdm)
-        return [found[place] for place in range(len(prompts))]
+        return self._by_batch(longest_first, write, disable_tqdm)
 
     def _stop(self, until: list[str]) -> Stop:
         """True if the last token ends a text or a stop string."""
@@ -297,8 +296,8 @@ class TitanSparseLM(TemplateLM):
 
     def _by_batch(
         self, items: list[T], answer: Callable[[list[T]], Iterable[Any]], disable_tqdm: bool
-    ) -> dict[int, Any]:
-        """All answers, by the numbers of their requests, on every rank.
+    ) -> list[Any]:
+        """All answers, in the order of their requests, on every rank.
 
         answer: (number, answer) of the requests of one batch of items; also called for none.
         """
@@ -312,7 +311,8 @@ class TitanSparseLM(TemplateLM):
                 bar.update(len(batch or []) * self.scorer.dp_size)
                 return answers
 
-            return dict(itertools.chain(*self.scorer.results(batches, compute)))
+            numbered = itertools.chain(*self.scorer.results(batches, compute))
+        return [found for _, found in sorted(numbered, key=lambda pair: pair[0])]
 
     def set_cache_hook(self, cache_hook: Any) -> None:
         # Caches of ranks may differ: then some would wait for ever.
@@ -408,17 +408,7 @@ def _settings(
     if config is None:
         # No configuration says how the model was trained.
         dense = dense or "attention.pattern" not in keys
-    for key, value in keys.items():
-        text = str(value).lower() if isinstance(value, bool) else str(value)
-        words.append(f"--{key}={text}")
+    words += as_words(keys)
     resolved = load_for_evaluation(words, pretrained, dense, checkpoint, reads_text=False)
     check(resolved, *world_from_environment())
     return resolved, step
-
-
-def _of_rank_zero(value: Any) -> Any:
-    """Rank 0's value on all ranks, because tasks may draw their requests at random."""
-    held = [value]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(held, device=torch.device("cpu"))
-    return held[0]

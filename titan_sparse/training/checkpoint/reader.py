@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from titan_sparse.config import Refusal
+from titan_sparse.options.values import one_line
 from titan_sparse.training.checkpoint.folders import CHECKSUMS, METADATA
 
 _ALLOWED = {
@@ -100,7 +101,7 @@ def read_metadata(checkpoint: str | Path) -> Metadata:
         raise Broken(f"{path} is missing") from None
     except Exception as error:
         # A damaged pickle can raise anything.
-        text = " ".join(str(error).split()) or type(error).__name__
+        text = one_line(error) or type(error).__name__
         raise Broken(f"{path} can't be read: {text}") from error
     return metadata
 

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from titan_sparse.config import Checkpoint, Refusal
+from titan_sparse.config.start import cores_of_rank
 from titan_sparse.training.checkpoint.folders import (
     CHECKSUMS,
     METADATA,
@@ -145,9 +146,7 @@ class _Files(FileSystemWriter):
                     places[item.index] = _StorageInfo(path.name, offset, file.tell() - offset)
             sums[path.name] = file.sum.hexdigest()
 
-        # This rank's share of the node's cores.
-        cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        threads = max(1, min(_FILES_PER_RANK, cores))
+        threads = min(_FILES_PER_RANK, cores_of_rank())
         parts = list(filter(None, _split_by_size_and_type(threads, plan.items)))
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(write_file, range(len(parts)), parts))
