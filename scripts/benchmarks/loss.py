@@ -104,7 +104,7 @@ def full_logits(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 def torch_chunked(chunk_tokens: int, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """torch.nn.functional.linear_cross_entropy, in chunks of our size."""
     options = torch.nn.LinearCrossEntropyOptions(
-        batch_chunk_size=chunk_tokens, acc_policy="balanced", acc_dtype=torch.float32
+        batch_chunk_size=chunk_tokens, acc_dtype=torch.float32
     )
     return F.linear_cross_entropy(
         hidden.flatten(0, 1),

@@ -33,6 +33,7 @@ from scripts.study.settings import (
     OutOfTime,
     Study,
     at_equal_time,
+    check_options,
     evaluations,
     read_json,
     runs,
@@ -55,8 +56,10 @@ def main(words: list[str]) -> int:
 
     status = 0
     try:
-        claim(study)
+        check_folder(study)
         make_model(study)
+        check_options(study, args.parts)
+        claim(study)
         for name in args.parts:
             began = time.monotonic()
             try:
@@ -140,25 +143,28 @@ def do_part(study: Study, name: str, deadline: float) -> None:
         evaluate(study, evaluation, deadline)
 
 
-def claim(study: Study) -> None:
-    """Record the study's size in OUT/study.json.
+def check_folder(study: Study) -> None:
+    """Raises Refusal if the folder holds a study of another size, or something else.
 
-    Raises Refusal if the folder holds a study of another size, or something else. Text copied
-    from another machine may already be there.
+    Text copied from another machine may already be there.
     """
     folder = study.folder
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "study.json"
-    if not path.is_file():
+    if not study.claim.is_file():
         others = {item.name for item in folder.iterdir()} - {"text", "model", "packages"}
         require(not others, f"--out {folder} holds something else; write a new or empty folder")
-        path.write_text(json.dumps({"size": study.title}) + "\n", encoding="utf-8")
-    found = read_json(path)["size"]
+        return
+    found = read_json(study.claim)["size"]
     require(
         found == study.title,
         f"--out {folder} holds a study of the size {found}, not {study.title}; "
         "write another folder",
     )
+
+
+def claim(study: Study) -> None:
+    """Record the study's size."""
+    study.claim.write_text(json.dumps({"size": study.title}) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -181,6 +181,11 @@ class Study:
         return read_json(self.model / "config.json")["max_position_embeddings"]
 
     @property
+    def claim(self) -> Path:
+        """A file that says of which size the study in `folder` is."""
+        return self.folder / "study.json"
+
+    @property
     def text(self) -> Path:
         return self.folder / "text"
 
@@ -310,6 +315,13 @@ def training_configuration(study: Study, run: Run, steps: int) -> Config:
 def evaluation_configuration(study: Study, mode: str) -> Config:
     """The configuration to evaluate any weights with in an attention. Raises ConfigError."""
     return _checked(study, _common(study, mode))
+
+
+def check_options(study: Study, parts: list[str]) -> None:
+    """Raises ConfigError if a run of these parts, or without one the dense run, does not take them."""
+    every = runs(study.size)
+    for name in every.keys() & set(parts) or {DENSE}:
+        training_configuration(study, every[name], steps=1)
 
 
 def _common(study: Study, method: str) -> dict[str, Any]:

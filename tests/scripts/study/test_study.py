@@ -131,12 +131,18 @@ def test_options_hold_for_all_runs(tmp_path, toy_model):
     # A folder of other options is another study.
     study.claim(here)
     with pytest.raises(ValueError, match="holds a study of the size short --activation_check"):
-        study.claim(plain)
-    for key in ("training.seq_len=5", "attention.pattern=moba", "model.rope_factor=2"):
-        _, here = study.parse([*words, f"--{key}"])
-        name = key.partition("=")[0]
-        with pytest.raises(ValueError, match=f"the study itself sets {name}; leave it out"):
-            training_configuration(here, runs(here.size)[SPARSE], 9)
+        study.check_folder(plain)
+
+
+@pytest.mark.parametrize("parts", [[], ["--parts", "text"]], ids=["all parts", "text"])
+@pytest.mark.parametrize("key", ["training.seq_len", "attention.pattern", "model.rope_factor", "a"])
+def test_options_are_refused_before_anything_is_made(toy_model, tmp_path, capsys, key, parts):
+    words = ["--short", "--out", str(tmp_path), "--model", str(toy_model), *parts]
+    assert study.main([*words, f"--{key}=5"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    expected = "unknown key a;" if key == "a" else f"the study itself sets {key}; leave it out"
+    assert expected in line
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture(scope="module")
