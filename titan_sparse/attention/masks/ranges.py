@@ -27,7 +27,7 @@ from titan_sparse.attention.masks.slice_geometry import (
 
 class MaskRanges(NamedTuple):
     """A mask resolved for one sequence length. All int32, global positions. Bm is 1 or the batch
-    size.
+    size. On a CPU, attend() refuses ranges that break the rules of `start`, `stop`, `causal`, and `plain`.
 
     start, stop: [Bm, S], both nondecreasing. Query i sees keys start[i] <= j < stop[i], none where
     they are equal.

@@ -431,6 +431,16 @@ class BlockPattern(Pattern):
         self, q: Tensor, k: Tensor, ranges: MaskRanges, cp: ContextParallel, scale: float
     ) -> list[Tensor]:
         selected = self.select_blocks(q, k, ranges, cp, scale)
+        size = cp.block_size
+        shape = (*q.shape[:2], q.shape[2] // size, ranges.start.shape[1] // size)
+        found = f"{type(selected).__name__}"
+        if isinstance(selected, Tensor):
+            found = f"{selected.dtype} {list(selected.shape)}"
+        if found != f"{torch.bool} {list(shape)}":
+            raise ValueError(
+                f"{type(self).__name__}.select_blocks() returned {found}; write bool {list(shape)}, [B, Hq, "
+                "this rank's blocks, all blocks]"
+            )
         return [gather_blocks(compact_kernels.pack(selected), cp, ranges)]
 
     def empty_tensors(self, q: Tensor, seq_len: int, block_size: int, packed: bool) -> list[Tensor]:

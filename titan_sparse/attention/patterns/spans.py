@@ -60,7 +60,9 @@ def find_spans(ranges: MaskRanges, batch: int, dense_below: int, block_size: int
     def find() -> Spans:
         # [Bm, n]
         if ranges.document_start is None:
-            stop = _tokens(ranges)
+            # Up to the last token that sees anything. Earlier ones may see nothing.
+            end = torch.arange(1, ranges.start.shape[1] + 1, device=ranges.start.device)
+            stop = F.pad(end * (ranges.start < ranges.stop), (1, 0)).amax(-1, keepdim=True)
             start = torch.zeros_like(stop)
         else:
             start, stop = _long_documents(ranges.document_start, dense_below)
