@@ -190,3 +190,17 @@ def test_values_of_options():
 
     with pytest.raises(TypeError, match="Nameless has no name; write name: ClassVar"):
         Nameless()
+
+    @dataclasses.dataclass
+    class WithTable(BlockPattern):
+        """Two of them would have one key, and each would be computed as the newer one."""
+
+        name: ClassVar[str] = "with_table"
+        most: int = 1
+
+        def __init__(self, table: Tensor):
+            self.table = table
+            self.__post_init__()
+
+    with pytest.raises(TypeError, match="WithTable.table is not an option; write it as a field"):
+        WithTable(torch.ones(3))

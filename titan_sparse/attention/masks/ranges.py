@@ -90,7 +90,12 @@ class Mask:
     """Base of all masks. Subclasses implement rows(). `a & b` sees what both see."""
 
     is_constant: ClassVar[bool] = False
-    """True if rows() always gives the same for equal masks, so that it may be remembered."""
+    """True if rows() always gives the same for equal masks, so that it may be remembered. A subclass has
+    to say so itself: it may have more that decides over rows() than the class that it extends compares."""
+
+    def __init_subclass__(cls) -> None:
+        if "is_constant" not in vars(cls):
+            cls.is_constant = False
 
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
         """The mask for `seq_len` global tokens, resolved to tensors on `device`."""

@@ -283,6 +283,14 @@ class Pattern(PatternOptions):
         # asdict() would copy them, which torch.compile cannot trace before torch 2.13.
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
         options = {field.name: getattr(self, field.name) for field in fields}
+        others = sorted(vars(self).keys() - options.keys() - {"key"})
+        if others:
+            # They are not in the key, so that another object's values would be read in their place.
+            kind = type(self).__name__
+            raise TypeError(
+                f"{kind}.{others[0]} is not an option; write it as a field of the dataclass, an int, float, "
+                f"bool, or str, or compute it from the fields in a property"
+            )
         if torch.compiler.is_compiling():
             # A number that changes from call to call would be a symbol.
             numbers = {name: x for name, x in options.items() if type(x) in (int, float)}
