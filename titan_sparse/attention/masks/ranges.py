@@ -211,9 +211,17 @@ class Documents(Mask):
 
     is_constant = True
 
-    def __init__(self, lengths: Sequence[int] | Sequence[Sequence[int]]):
-        is_of_sequences = len(lengths) > 0 and isinstance(lengths[0], Sequence)
-        sequences: Sequence[Any] = lengths if is_of_sequences else [lengths]
+    def __init__(self, lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor):
+        given: Any = as_lists(lengths)
+        if not isinstance(given, Sequence):
+            raise ValueError(f"Documents({given!r}) is not a list; write Documents([300, 500])")
+        given = [as_lists(row) for row in given]
+        are_sequences = [isinstance(row, Sequence) for row in given]
+        if any(are_sequences) and not all(are_sequences):
+            raise ValueError(
+                f"Documents({given!r}) mixes numbers and lists; write one list, or one list for each sequence"
+            )
+        sequences: Sequence[Any] = given if any(are_sequences) else [given]
         refusal = "Documents(lengths): a length is a whole number of tokens, 1 or more, not {!r}"
         self.lengths = tuple(
             tuple(at_least_one(length, refusal.format(length)) for length in row)
@@ -378,6 +386,12 @@ def ranges_of_slices(
     start = torch.where(sees_any, 0, seq_len).int().to(device)
     stop = torch.full_like(start, seq_len)
     return MaskRanges(start, stop, causal=causal, slices=slices)
+
+
+def as_lists(value: Any) -> Any:
+    """A tensor or an array as lists of numbers, as one of a single number would pass for a number; other
+    values as they are."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def at_least_one(value: Any, refusal: str) -> int:
