@@ -218,8 +218,12 @@ class ContextParallel(Communicator):
     def balance(self, ranges: MaskRanges) -> MaskRanges:
         """The same mask with its table in the layout "balanced"; unchanged for other layouts.
 
-        Not collective: all ranks compute the same table. The host waits for a mask on a GPU.
+        Not collective: all ranks compute the same table. The host waits for a mask on a GPU. Raises
+        ValueError for a mask that is not resolved.
         """
+        if not isinstance(ranges, MaskRanges):
+            name = type(ranges).__name__
+            raise ValueError(f"balance({name}) needs a resolved mask; write balance(mask.rows(seq_len))")
         if not self.depends_on_mask:
             return ranges
         # [ranks, n]
