@@ -60,7 +60,7 @@ def collect(runs: list[tuple[str, Path]]) -> dict:
         parts[name] = {
             "command": command_of(start),
             "gpus": start["world_size"],
-            "steps": [line for _, line in sorted(read_metrics(folder).items())],
+            "steps": list(read_metrics(folder).values()),
         }
     return result | {"runs": parts}
 

@@ -223,7 +223,9 @@ class ContextParallel(Communicator):
         """
         if not isinstance(ranges, MaskRanges):
             name = type(ranges).__name__
-            raise ValueError(f"balance({name}) needs a resolved mask; write balance(mask.rows(seq_len))")
+            raise ValueError(
+                f"balance({name}) needs a resolved mask; write balance(mask.rows(seq_len))"
+            )
         if not self.depends_on_mask:
             return ranges
         # [ranks, n]
