@@ -21,7 +21,7 @@ from titan_sparse.attention.masks import (
     SlidingWindow,
 )
 from titan_sparse.attention.observe import recording
-from titan_sparse.attention.patterns import MoBA, XAttention
+from titan_sparse.attention.patterns import MoBA, VerticalSlash, XAttention
 
 BLOCK, SEQ_LEN = 16, 64
 MASKS = {
@@ -157,6 +157,20 @@ def test_queries_after_some_that_see_nothing_select(pattern, hidden):
     out, aux = attend(q, k, v, ranges, pattern, block_size=BLOCK, return_aux=True)
     torch.testing.assert_close(out, wanted)
     assert torch.equal(aux.index.dense(ranges), ranges.dense()[:, None].expand(1, 2, -1, -1))
+
+
+@pytest.mark.parametrize("document_start", [None, torch.zeros(1, SEQ_LEN, dtype=torch.int32)])
+def test_queries_that_see_nothing_do_not_raise_caps(document_start):
+    """A document's share of a cap is its share of the tokens, and no more than all of it."""
+    position = torch.arange(SEQ_LEN)
+    start, stop = (torch.where(position < 40, 0, x) for x in (40, position + 1))
+    ranges = _by_hand(start.tolist(), stop.tolist(), document_start=document_start)
+    options = {"budget": "independent", "count_sinks": True, "sinks": 0, "local_slashes": 1}
+    caps = {"max_verticals": 5, "max_slashes": 1}
+    pattern = VerticalSlash(recall=0.999, probe=16, dense_below=16, **options, **caps)
+    q, k, _ = (_x(1, 2, SEQ_LEN, 8) + number for number in range(3))
+    counts = pattern.select(q, k, ranges, block_size=BLOCK).counts()
+    assert counts == {"verticals": [5, 5], "slashes": [1, 1]}
 
 
 @pytest.mark.parametrize("mask, pattern", COMBINATIONS)
