@@ -60,7 +60,7 @@ def collect(runs: list[tuple[str, Path]]) -> dict:
         parts[name] = {
             "command": command_of(start),
             "gpus": start["world_size"],
-            "steps": list(read_metrics(folder).values()),
+            "steps": [line for _, line in sorted(read_metrics(folder).items())],
         }
     return result | {"runs": parts}
 

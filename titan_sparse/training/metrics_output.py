@@ -88,8 +88,8 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(run: str | Path) -> dict[int, dict[str, Any]]:
-    """The lines of a run's metrics.jsonl by step. Where a run has gone back to a checkpoint, its later
-    lines count, and those of steps that it had reached before are left out.
+    """The lines of a run's metrics.jsonl by step. Of a step that is there twice, the run has gone back to
+    a checkpoint: the later line counts, and later steps from before are left out.
 
     run: an output_dir or the file. Raises ValueError, one line, if there is no such file or a line
     is not a step's metrics.
@@ -107,9 +107,8 @@ def read_metrics(run: str | Path) -> dict[int, dict[str, Any]]:
         step = line.get("step")
         if type(step) is not int:
             raise ValueError(f"{path}: line {number} does not hold a step's metrics")
-        # The newest steps are the last ones.
-        while found and next(reversed(found)) >= step:
-            found.popitem()
+        if step in found:
+            found = {before: found[before] for before in found if before < step}
         found[step] = line
     return found
 

@@ -202,11 +202,12 @@ def report_end(config: Config, began_after: int, step: int, stopped: bool) -> No
 
 def draw_training(folder: str) -> Path:
     """Write training.png into a run's output_dir, of all steps logged there. Returns its path."""
+    lines = dict(sorted(read_metrics(folder).items()))
     validated = {}
     if (path := Path(folder, "validation.jsonl")).is_file():
         validated = {step: line["loss"] for step, line in read_metrics(path).items()}
     picture = Path(folder, "training.png")
-    training_figure(read_metrics(folder), validated).savefig(picture, dpi=120)
+    training_figure(lines, dict(sorted(validated.items()))).savefig(picture, dpi=120)
     return picture
 
 
