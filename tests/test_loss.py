@@ -169,6 +169,15 @@ def test_bad_arguments_are_refused():
         (ValueError, "training.loss_chunk_tokens", (hidden, weight, labels, 0)),
         (ValueError, "float16", (hidden.half(), weight.half(), labels, 4)),
         (ValueError, "weight torch.float64", (hidden.float(), weight, labels, 4)),
+        (
+            ValueError,
+            r"\(11, 5\) do not fit; write .* \[V, D\]",
+            (hidden, weight[:, 1:], labels, 4),
+        ),
+        (ValueError, "do not fit", (hidden[:0], weight[:, 1:], labels[:0], 4)),
+        (ValueError, "do not fit", (hidden, weight[None], labels, 4)),
+        (ValueError, "do not fit", (hidden[0, 0], weight, labels[0, 0], 4)),
+        (ValueError, "cpu, meta, and cpu; write", (hidden, weight.to("meta"), labels, 4)),
     ]
     for label in (11, -1):
         words = r"labels must be -100 or in \[0, 11\)"

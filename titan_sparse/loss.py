@@ -102,6 +102,16 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) ->
             f"labels {tuple(labels.shape)} must have the shape of hidden {tuple(hidden.shape)} "
             "less D."
         )
+    if hidden.ndim < 2 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not fit; write hidden "
+            "[B, S, D] and weight [V, D]"
+        )
+    if not hidden.device == weight.device == labels.device:
+        raise ValueError(
+            f"hidden, weight, and labels are on {hidden.device}, {weight.device}, and {labels.device}; "
+            f'write .to("{hidden.device}")'
+        )
     if labels.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"labels are {labels.dtype}; write labels.long()")
     if chunk_tokens < 1:

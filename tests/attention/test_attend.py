@@ -26,6 +26,7 @@ from tests.attention.problems import (
 )
 from tests.fake_step import fake_world
 from tests.reference import dense_attention, gradients, relative_error
+from tests.refusals import refused
 from titan_sparse.attention import ContextParallel, attend, ops
 from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.context_parallel.group import one_rank
@@ -247,6 +248,23 @@ def test_statistics_of_budgets_and_layers():
         pass
     with pytest.raises(ValueError, match="no layers: .* not called inside of recording"):
         empty.density()
+
+
+def test_layers_with_different_heads_have_no_density_of_one_tensor():
+    kv = torch.randn(1, 2, 64, 8)
+    with recording() as record:
+        for heads in (4, 2):
+            attend(torch.randn(1, heads, 64, 8), kv, kv)
+    with refused(r"they have \[2, 4\] heads; write \[visited / visible for"):
+        record.density()
+    assert [len(x / all_of) for x, all_of in zip(record.visited, record.visible)] == [4, 2]
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, None, "8"])
+@pytest.mark.parametrize("name", ["recall_rows", "thumbnail_cells"])
+def test_a_recording_counts_in_whole_numbers(name, value):
+    with refused(f"{name}={value!r} is not a whole number"), recording(**{name: value}):
+        pass
 
 
 def _x(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -11,8 +11,17 @@ from tests.attention.problems import PATTERNS, combinations
 from tests.fake_step import fake_world
 from tests.refusals import refused
 from titan_sparse.attention import ContextParallel, attend
-from titan_sparse.attention.masks import Causal, Dilated, Documents, Full, SlidingWindow
+from titan_sparse.attention.masks import (
+    Causal,
+    Dilated,
+    Documents,
+    Full,
+    Mask,
+    MaskRanges,
+    SlidingWindow,
+)
 from titan_sparse.attention.observe import recording
+from titan_sparse.attention.patterns import MoBA, VerticalSlash, XAttention
 
 BLOCK, SEQ_LEN = 16, 64
 MASKS = {
@@ -85,6 +94,83 @@ def test_a_mask_on_another_device_is_refused(name, pattern):
         mask=ranges,
         pattern=PATTERNS[pattern],
     )
+
+
+# Masks made by hand
+
+
+def _by_hand(start: list[int], stop: list[int], **options) -> MaskRanges:
+    pair = (torch.tensor([x], dtype=torch.int32) for x in (start, stop))
+    return MaskRanges(*pair, **options)
+
+
+@pytest.mark.parametrize("as_rows", [True, False])
+@pytest.mark.parametrize(
+    "ranges, words",
+    [
+        (_by_hand([0, 0], [2, 2]), r"later key, but says .* write MaskRanges\(.*causal=False"),
+        (_by_hand([0, 1], [1, 2], plain=True), "hides earlier keys; write plain=False"),
+        (_by_hand([0, 0], [1, 3], causal=False), "do not exist; write 0 <= start <= stop <= 2"),
+        (_by_hand([-1, 0], [1, 2]), "do not exist"),
+        (_by_hand([1, 1], [0, 2]), "do not exist"),
+        (_by_hand([1, 0], [2, 2], causal=False), "lower for a later query; .* Slices"),
+        (_by_hand([0, 0], [2, 1], causal=False), "lower for a later query"),
+        (
+            _by_hand([0, 0], [1, 2])._replace(start=torch.zeros(1, 2)),
+            r"float32 .*write start.int\(\)",
+        ),
+        (MaskRanges(torch.zeros(2).int(), torch.ones(2).int()), r"are \[2\], \[2\]; write"),
+    ],
+)
+def test_a_mask_that_is_not_as_it_says_is_refused(ranges, words, as_rows):
+    """Kernels would compute other pairs than it shows, and patterns would select none of them."""
+
+    class Own(Mask):
+        def rows(self, seq_len, device="cpu"):
+            return ranges
+
+    q = _x(1, 1, 2, 8)
+    _refused(words, q, q, q, mask=ranges if as_rows else Own())
+
+
+def test_a_mask_returns_ranges():
+    class Pair(Mask):
+        def rows(self, seq_len, device="cpu"):
+            return Causal().rows(seq_len)[:2]
+
+    q = _x(1, 1, 2, 8)
+    _refused(r"Pair.rows\(\) returned tuple; write MaskRanges", q, q, q, mask=Pair())
+
+
+@pytest.mark.parametrize(
+    "pattern", [XAttention(stride=4, threshold=1.0, dense_below=16), MoBA(16, 99)], ids=str
+)
+@pytest.mark.parametrize("hidden", [0, 20])
+def test_queries_after_some_that_see_nothing_select(pattern, hidden):
+    """The first 20 queries see nothing, and the others all earlier keys, or those from there on."""
+    position = torch.arange(SEQ_LEN)
+    sees_any = position >= 20
+    start, stop = torch.where(sees_any, hidden, 0), torch.where(sees_any, position + 1, 0)
+    ranges = _by_hand(start.tolist(), stop.tolist())
+    q, k, v = (_x(1, 2, SEQ_LEN, 8) + number for number in range(3))
+    wanted = attend(q, k, v, ranges, block_size=BLOCK)
+    out, aux = attend(q, k, v, ranges, pattern, block_size=BLOCK, return_aux=True)
+    torch.testing.assert_close(out, wanted)
+    assert torch.equal(aux.index.dense(ranges), ranges.dense()[:, None].expand(1, 2, -1, -1))
+
+
+@pytest.mark.parametrize("document_start", [None, torch.zeros(1, SEQ_LEN, dtype=torch.int32)])
+def test_queries_that_see_nothing_do_not_raise_caps(document_start):
+    """A document's share of a cap is its share of the tokens, and no more than all of it."""
+    position = torch.arange(SEQ_LEN)
+    start, stop = (torch.where(position < 40, 0, x) for x in (40, position + 1))
+    ranges = _by_hand(start.tolist(), stop.tolist(), document_start=document_start)
+    options = {"budget": "independent", "count_sinks": True, "sinks": 0, "local_slashes": 1}
+    caps = {"max_verticals": 5, "max_slashes": 1}
+    pattern = VerticalSlash(recall=0.999, probe=16, dense_below=16, **options, **caps)
+    q, k, _ = (_x(1, 2, SEQ_LEN, 8) + number for number in range(3))
+    counts = pattern.select(q, k, ranges, block_size=BLOCK).counts()
+    assert counts == {"verticals": [5, 5], "slashes": [1, 1]}
 
 
 @pytest.mark.parametrize("mask, pattern", COMBINATIONS)

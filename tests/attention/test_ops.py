@@ -104,6 +104,18 @@ def test_a_pattern_made_inside_of_a_compiled_function(kind, options):
         torch.testing.assert_close(compiled(*numbers), selecting(*numbers), rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_options_that_change_from_call_to_call(pattern):
+    """They are constants of a graph, of which there is one for each."""
+    qkv = structured_qkv(1, 4, 2, SEQ_LEN, 8)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for size, scale, recomputed in ((16, 0.2, 0.0), (24, 1, 0.5), (8, 2, 1), (8, 0.3, 0.25)):
+        options = {"block_size": size, "scale": scale, "recomputed": recomputed}
+        found = compiled(*qkv, Causal(), PATTERNS[pattern], **options)
+        wanted = attend(*qkv, Causal(), PATTERNS[pattern], **options)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize(
     "make",
     [lambda: DOCUMENTS[1] & Dilated(32, 2), lambda: prefix_lm(LENGTHS[1], [9, 0, 20]) & Causal()],

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -278,6 +279,22 @@ def test_bad_rows_are_refused_or_skipped_and_counted(tmp_path, capsys):
     meta = json.loads((out / "meta.json").read_text())
     assert (meta["documents"], meta["empty"], meta["bad_rows_skipped"]) == (2, 2, 1)
     assert read_shards(str(out)) == [[*b"one", END], [*b"four", END]]
+
+
+def test_the_printed_options_are_words_of_a_shell(tmp_path, capsys):
+    texts = write_texts(tmp_path / "texts", ".txt")
+    out = str(tmp_path / "Bücher $HOME 'neu'")
+    assert main([texts, out, "--processes=1"]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    words = subprocess.check_output(
+        f"printf '%s\\n' {line.removeprefix('train with:')}", shell=True
+    )
+    assert words.decode().split("\n")[:-1] == ["--data.source", out, "--data.tokenizer", "bytes"]
+    notes = tmp_path / "my notes"
+    notes.mkdir()
+    (notes / "a.md").write_text("a")
+    error = error_of(capsys, main, str(notes), out, "--processes=1")
+    assert f"titan-sparse prepare_data '{notes}' OUT --document folder" in error
 
 
 def test_rare_reasons_for_skipping_chats_are_counted_together(tmp_path, capsys):

@@ -87,6 +87,19 @@ def test_what_is_no_metrics_is_refused(tmp_path, text, reason):
         read_metrics(tmp_path)
 
 
+def test_steps_that_a_run_has_left_do_not_count(tmp_path):
+    """From step 8 the run goes back to 4, logs every second step, and ends at 6. Then it goes on."""
+    path = tmp_path / "metrics.jsonl"
+    lines = JsonLines(path)
+    for step in (1, 2, 3, 4, 5, 6, 7, 8, 6):
+        lines.write({"step": step, "loss": 1.0})
+    assert list(read_metrics(tmp_path)) == [1, 2, 3, 4, 5, 6]
+    lines.write({"step": 8, "loss": 2.0})
+    lines.close()
+    steps = differences(tmp_path, tmp_path)
+    assert [(step.step, step.a) for step in steps][-3:] == [(5, 1.0), (6, 1.0), (8, 2.0)]
+
+
 def _sorted(tags: list[str]) -> list[str]:
     """As TensorBoard sorts tags: by letters, with slashes and underscores before them."""
     first = {"/": -2, "_": -1}

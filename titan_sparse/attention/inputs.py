@@ -51,6 +51,8 @@ def ranks_of(cp: ContextParallel | None, block_size: int | None) -> Ranks:
     """
     if cp is None:
         size = whole_block_size(DEFAULT_BLOCK_SIZE if block_size is None else block_size)
+        # A constant of a compiled graph, also where it changes from call to call.
+        size = operator.index(size)
         return Ranks(f"{ONE_RANK}:{size}", 1, size)
     if not isinstance(cp, ContextParallel):
         raise ValueError(
@@ -156,12 +158,18 @@ def _shapes(*tensors: Tensor) -> str:
 def resolve_mask(mask: Mask | MaskRanges, q: Tensor, ranks: Ranks) -> MaskRanges:
     """The mask for the whole sequence of which q [B, Hq, S_local, D] is this rank's share.
 
-    Raises ValueError for what is not a mask, and for a mask of another length or batch, on another
-    device, or of another layout.
+    Raises ValueError for what is not a mask, for a mask of another length or batch, on another
+    device, or of another layout, and on a CPU for one whose tensors are not as MaskRanges says.
     """
     seq_len = q.shape[2] * ranks.size
     if isinstance(mask, Mask):
+        name = type(mask).__name__
         mask = rows_once(mask, seq_len, q)
+        if not isinstance(mask, MaskRanges):
+            raise ValueError(
+                f"{name}.rows() returned {type(mask).__name__}; write MaskRanges(start, stop) of "
+                "titan_sparse.attention.masks"
+            )
     elif not isinstance(mask, MaskRanges):
         raise ValueError(
             f"mask={type(mask).__name__} is not a mask; write a mask of titan_sparse.attention.masks, "
@@ -173,6 +181,9 @@ def resolve_mask(mask: Mask | MaskRanges, q: Tensor, ranks: Ranks) -> MaskRanges
                 f"the mask is on {tensor.device}, q on {q.device}; "
                 f'write mask.rows(seq_len, device="{q.device}")'
             )
+    if mask.start.ndim != 2 or mask.stop.shape != mask.start.shape:
+        shapes = _shapes(mask.start, mask.stop)
+        raise ValueError(f"start and stop of the mask are {shapes}; write [batch or 1, S] for both")
     if mask.start.shape[1] != seq_len:
         raise ValueError(
             f"the mask is for {mask.start.shape[1]} tokens, q and cp make {seq_len}; "
@@ -183,6 +194,11 @@ def resolve_mask(mask: Mask | MaskRanges, q: Tensor, ranks: Ranks) -> MaskRanges
             f"the mask is for {mask.start.shape[0]} sequences, q holds {q.shape[0]}; write a mask "
             "for one, which holds for all, or for as many"
         )
+    # A host does not wait for a GPU here, and traced tensors have no numbers.
+    has_numbers = type(mask.start) is Tensor and mask.start.is_cpu
+    if has_numbers and mask.slices is None and not torch.compiler.is_compiling():
+        key = ("checked", mask.causal, mask.plain)
+        once_per_mask(mask, key, lambda: _check_ranges(mask))
     if ranks.size > 1:
         if q.shape[2] % ranks.block_size:
             raise ValueError(
@@ -191,6 +207,37 @@ def resolve_mask(mask: Mask | MaskRanges, q: Tensor, ranks: Ranks) -> MaskRanges
             )
         _check_table(mask.table, ranks, q.shape[2] // ranks.block_size)
     return mask
+
+
+def _check_ranges(ranges: MaskRanges) -> None:
+    """Raises ValueError for a mask of ranges, made by hand, that is not as MaskRanges says."""
+    start, stop = ranges.start, ranges.stop
+    seq_len = start.shape[1]
+    if not start.dtype == stop.dtype == torch.int32:
+        raise ValueError(
+            f"start and stop of the mask are {start.dtype} and {stop.dtype}; write start.int() and "
+            "stop.int()"
+        )
+    if ((start < 0) | (stop < start) | (stop > seq_len)).any():
+        raise ValueError(
+            f"the mask has a query that sees keys which do not exist; write 0 <= start <= stop <= {seq_len}"
+        )
+    if (start.diff() < 0).any() or (stop.diff() < 0).any():
+        raise ValueError(
+            "start or stop of the mask is lower for a later query; write what one range a query that "
+            "moves forward cannot express as Slices"
+        )
+    position = torch.arange(seq_len, device=start.device)
+    sees_later = (stop > position + 1) & (start < stop)
+    if ranges.causal and sees_later.any():
+        raise ValueError(
+            "the mask lets a query see a later key, but says that it is causal; write "
+            "MaskRanges(start, stop, causal=False)"
+        )
+    if ranges.plain and not bool(((start == 0) & (stop == position + 1)).all()):
+        raise ValueError(
+            "the mask says that it is plain, and hides earlier keys; write plain=False"
+        )
 
 
 def _check_table(table: Tensor | None, ranks: Ranks, blocks: int) -> None:

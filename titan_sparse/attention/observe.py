@@ -21,6 +21,7 @@ from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask, token
 from titan_sparse.attention.masks.visibility import (
     pairs_by_block,
     queries_seeing,
+    seen_pairs,
     tile_weights,
     visible_pairs,
 )
@@ -95,11 +96,18 @@ class Recording:
     has made so far."""
 
     def density(self) -> Tensor:
-        """visited / visible, [layers, Hq]. Raises ValueError if nothing was recorded."""
+        """visited / visible, [layers, Hq]. Raises ValueError if nothing was recorded, and for layers with
+        different numbers of heads."""
         if not self.visited:
             raise ValueError(
                 "density() has no layers: attend() was not called inside of recording(), or without "
                 'tokens; in a model of transformers write attn_implementation="titan_sparse"'
+            )
+        heads = sorted({len(visited) for visited in self.visited})
+        if len(heads) > 1:
+            raise ValueError(
+                f"density() is one tensor of all layers, and they have {heads} heads; write [visited / "
+                "visible for visited, visible in zip(seen.visited, seen.visible)]"
             )
         visited = torch.stack(self.visited)
         return visited / torch.stack(self.visible).unsqueeze(1)
@@ -198,8 +206,14 @@ def recording(recall_rows: int = 0, thumbnail_cells: int = 0) -> Iterator[Record
     recall_rows: with more than 0, measure recall on so many sampled query rows a sequence.
     thumbnail_cells: with more than 0, draw pictures of so many cells a side.
 
-    Collective: all context-parallel ranks record at the same time, with the same arguments.
+    Collective: all context-parallel ranks record at the same time, with the same arguments. Raises
+    ValueError for an argument that is not a whole number of 0 or more.
     """
+    for name, value in (("recall_rows", recall_rows), ("thumbnail_cells", thumbnail_cells)):
+        if isinstance(value, bool) or not hasattr(value, "__index__") or value < 0:
+            raise ValueError(
+                f"{name}={value!r} is not a whole number of 0 or more; write 0 for none"
+            )
     seen = Recording(recall_rows, thumbnail_cells, outer=recorder.listeners.recording)
     try:
         with recorder.observed_by(seen):
@@ -262,8 +276,7 @@ def recall(call: AttentionCall, q: Tensor, k: Tensor, lse: Tensor, samples: int)
     """
     cp = call.cp
     ranges = call.mask
-    if ranges.slices is not None:
-        # No pattern that leaves anything out takes them.
+    if ranges.slices is not None and call.index.selects_all:
         return torch.ones(q.shape[1], dtype=lse.dtype, device=q.device)
     # Global positions of this rank's tokens, and the local rows that it samples.
     position = token_positions(call.key_blocks(), call.index.block_size)
@@ -277,34 +290,36 @@ def recall(call: AttentionCall, q: Tensor, k: Tensor, lse: Tensor, samples: int)
     sparse_lse = torch.cat(list(cp.all_gather(lse[:, :, rows])), dim=2)
     query_position = cp.all_gather(position[rows]).flatten()
     # Every rank meets all sampled queries with its own keys; the sums are then joined.
-    # [Bm, n]
-    start, stop = ranges.start[:, query_position], ranges.stop[:, query_position]
-    lse_of_rank = _lse_of_keys(queries, k, position, start, stop, call.scale)
+    lse_of_rank = _lse_of_keys(queries, query_position, k, position, ranges, call.scale)
     dense_lse = cp.all_gather(lse_of_rank).logsumexp(0)
-    # Rows that see nothing do not count.
-    sees_any = (start < stop)[:, None].expand_as(sparse_lse)
+    # Rows that see nothing do not count. [Bm, 1, n]
+    sees_any = (ranges.start < ranges.stop)[:, None, query_position].expand_as(sparse_lse)
     kept = torch.where(sees_any, (sparse_lse - dense_lse).exp(), 0)
     return kept.sum(dim=(0, 2)) / sees_any.sum(dim=(0, 2)).clamp(min=1)
 
 
 def _lse_of_keys(
-    q: Tensor, k: Tensor, position: Tensor, start: Tensor, stop: Tensor, scale: float
+    q: Tensor,
+    q_positions: Tensor,
+    k: Tensor,
+    k_positions: Tensor,
+    ranges: MaskRanges,
+    scale: float,
 ) -> Tensor:
     """Log of the softmax sum of queries [B, Hq, n, D] over the keys [B, Hkv, S, D] that they see.
 
-    position: int64 [S], of the keys. start, stop: [Bm, n], of the queries.
+    q_positions: int64 [n]. k_positions: int64 [S].
     """
     dtype = accumulation_dtype(q.dtype)
     total = torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
     group = q.shape[1] // k.shape[1]
-    shares = (k.split(_KEYS_AT_ONCE, dim=2), position.split(_KEYS_AT_ONCE))
+    shares = (k.split(_KEYS_AT_ONCE, dim=2), k_positions.split(_KEYS_AT_ONCE))
     for keys, key_position in zip(*shares, strict=True):
         # [B, Hq, m, D]
         keys = keys.to(dtype).repeat_interleave(group, 1)
         # [B, Hq, n, m]
         scores = q.to(dtype) @ keys.mT * scale
-        # [Bm, n, m]
-        seen = (key_position >= start[..., None]) & (key_position < stop[..., None])
+        seen = seen_pairs(ranges, q_positions, key_position)
         scores = scores.masked_fill(~seen[:, None], -torch.inf)
         total = torch.logaddexp(total, scores.logsumexp(-1))
     return total

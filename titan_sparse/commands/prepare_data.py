@@ -11,9 +11,9 @@ and keeps finished shards. See docs/data.md.
 """
 
 import argparse
-import json
 import logging
 import os
+import shlex
 import sys
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import fields
@@ -72,9 +72,8 @@ def main(words: list[str]) -> int:
         f"{meta['filtered']:,} shorter or longer than asked for"
     )
     tokenizer = "bytes" if recipe.tokenizer == "bytes" else args.out
-    print(
-        f"train with: --data.source {json.dumps(args.out)} --data.tokenizer {json.dumps(tokenizer)}"
-    )
+    words = ["--data.source", args.out, "--data.tokenizer", tokenizer]
+    print(f"train with: {shlex.join(words)}")
     return 0
 
 

@@ -6,6 +6,7 @@ one that does not exist.
 
 import os.path
 import re
+import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -157,7 +158,8 @@ def data_files(source: str, key: str = "data.source") -> tuple[list[str], str]:
     endings = [ending for ending in (".jsonl", ".parquet", ".txt") if files[ending]]
     has_others = any(found and kind.startswith(".") for kind, found in files.items())
     advice = (
-        f'; "titan-sparse prepare_data {source} OUT --document folder" reads text files of any kind'
+        f'; "titan-sparse prepare_data {shlex.quote(source)} OUT --document folder" reads text files of '
+        "any kind"
     )
     require(
         len(endings) > 0,

@@ -89,7 +89,8 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(run: str | Path) -> dict[int, dict[str, Any]]:
-    """The lines of a run's metrics.jsonl by step. Of a step that is there twice, after resuming, the later line counts.
+    """The lines of a run's metrics.jsonl by step. Of a step that is there twice, the run has gone back to
+    a checkpoint: the later line counts, and later steps from before are left out.
 
     run: an output_dir or the file. Raises ValueError, one line, if there is no such file or a line
     is not a step's metrics.
@@ -102,11 +103,15 @@ def read_metrics(run: str | Path) -> dict[int, dict[str, Any]]:
             f"{run} is neither a run's output_dir with metrics.jsonl nor such a file; "
             "write one of them"
         )
-    lines = read_lines(path)
-    for number, line in enumerate(lines, 1):
-        if type(line.get("step")) is not int:
+    found: dict[int, dict[str, Any]] = {}
+    for number, line in enumerate(read_lines(path), 1):
+        step = line.get("step")
+        if type(step) is not int:
             raise ValueError(f"{path}: line {number} does not hold a step's metrics")
-    return {line["step"]: line for line in lines}
+        if step in found:
+            found = {before: found[before] for before in found if before < step}
+        found[step] = line
+    return found
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

@@ -28,7 +28,7 @@ from titan_sparse.config.sources import source_formats
 from titan_sparse.evaluation.pictures import training_figure
 from titan_sparse.training.checkpoint.folders import free_name
 from titan_sparse.training.faults.process_groups import on_first_rank
-from titan_sparse.training.metrics_output import read_lines, read_metrics
+from titan_sparse.training.metrics_output import read_metrics
 
 logger = logging.getLogger("titan_sparse")
 
@@ -205,7 +205,7 @@ def draw_training(folder: str) -> Path:
     lines = dict(sorted(read_metrics(folder).items()))
     validated = {}
     if (path := Path(folder, "validation.jsonl")).is_file():
-        validated = {line["step"]: line["loss"] for line in read_lines(path)}
+        validated = {step: line["loss"] for step, line in read_metrics(path).items()}
     picture = Path(folder, "training.png")
     training_figure(lines, dict(sorted(validated.items()))).savefig(picture, dpi=120)
     return picture

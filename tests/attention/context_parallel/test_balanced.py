@@ -222,6 +222,12 @@ def test_refusals():
             (lambda: attend(q, k, v, ranges, cp=cp), "cp.balance"),
             (lambda: attend(q, k, v, wrong, cp=cp), "cp.balance"),
             (lambda: cp.shard(q, 2), "cp.balance"),
+            (lambda: cp.balance(PACKED), r"balance\(Documents\) .*; write balance\(mask.rows"),
+            (lambda: striped.balance(PACKED), r"write balance\(mask.rows"),
+            # Tokens of a longer sequence would be lost.
+            (lambda: cp.shard(q, 2, wrong.table), "table is for .* and there are 96; write"),
+            (lambda: cp.unshard(q, 2, wrong.table), "table is for .* and there are 192; write"),
+            (lambda: striped.shard(q, 2, balanced.table), "no table of a mask; leave it out"),
             (lambda: attend(q, k, v, balanced, cp=striped), '"striped"'),
             (lambda: attend(q, k, v, balanced, cp=cp, recomputed=0.5), 'layout "striped"'),
         ):

@@ -142,6 +142,30 @@ def test_a_mask_that_a_user_wrote_is_asked_every_time():
         assert not torch.equal(first, second)
 
 
+class _WithoutSome(Causal):
+    """Causal, without some keys at the beginning. What it inherits compares `valid` alone."""
+
+    def __init__(self, hidden: int):
+        super().__init__()
+        object.__setattr__(self, "hidden", hidden)
+
+    def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
+        ranges = super().rows(seq_len, device)
+        start = ranges.stop.clamp(max=self.hidden)
+        return ranges._replace(start=start, plain=False)
+
+
+def test_a_class_that_extends_a_mask_of_ours_is_asked_every_time():
+    q, k, v = structured_qkv(1, 4, 2, 64, 8)
+    for more in (Causal(), SlidingWindow(200)):
+        for hidden in (3, 9):
+            mask = _WithoutSome(hidden) & more
+            out = attend(q, k, v, mask, block_size=16)
+            assert torch.equal(out, attend(q, k, v, mask.rows(64), block_size=16))
+            own = attend(q, k, v, _WithoutSome(hidden), block_size=16)
+            assert torch.equal(own, attend(q, k, v, mask.rows(64), block_size=16))
+
+
 def test_what_inference_mode_remembers_is_not_trained_with():
     q, k, v = structured_qkv(1, 4, 2, 112, 8)
     with torch.inference_mode():

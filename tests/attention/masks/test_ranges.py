@@ -139,11 +139,23 @@ def test_numbers_of_tokens_in_a_list_a_tensor_or_an_array(kind):
         (lambda: SlidingWindow(1.5), "window=1.5.* whole number"),
         (lambda: Documents([3.7]), "whole number of tokens, .* not 3.7"),
         (lambda: Documents([[3], [2, 1.0]]), "whole number of tokens, .* not 1.0"),
+        (lambda: Documents([[3], 5]), "mixes numbers and lists"),
+        (lambda: Documents([5, torch.tensor([3])]), "mixes numbers and lists"),
+        (lambda: Documents(5), r"is not a list; write Documents\(\[300, 500\]\)"),
     ],
 )
 def test_refusals(make, words):
     with refused(words):
         make()
+
+
+@pytest.mark.parametrize("lengths", [[3, 5], [[3], [5]], [[3, 1], [2, 2]]])
+@pytest.mark.parametrize("kind", [torch.tensor, np.array])
+def test_lengths_may_be_tensors_and_arrays(lengths, kind):
+    """Also of one document for each sequence, which are numbers to Python."""
+    wanted = Documents(lengths).lengths
+    assert Documents(kind(lengths)).lengths == wanted
+    assert Documents([kind(row) for row in lengths]).lengths == wanted
 
 
 def test_masks_are_made_inside_of_compiled_functions(fresh_compiler):

@@ -113,6 +113,8 @@ def test_rows_as_slices_and_intersections(mask):
         (lambda: Slices([(0, 4)], [(0, 90)], ["full"]).rows(64), "token 90, the sequence holds 64"),
         (lambda: prefix_lm([5, 5], [3]), "a prefix for each"),
         (lambda: documents([5, -1]), "0 or more"),
+        (lambda: documents([[5], [1]]), r"For several, write Slices.batch\(\)"),
+        (lambda: sliding_window(torch.tensor([[5], [1]]), 3), "For several, write Slices.batch"),
         (lambda: sliding_window([5], 0), "window"),
         (lambda: dilated([5], 4, 0), "1 or more"),
         (lambda: documents([5, 5], causal=[True]), "one for each"),

@@ -16,10 +16,12 @@ from tests.attention.context_parallel.against_one import MASKS, check, check_eve
 from tests.attention.problems import RANGES, SEQ_LEN, assert_equal, problem
 from tests.distributed import run_processes
 from tests.docs.commands import ROOT, blocks
-from tests.reference import structured_qkv
+from tests.reference import dense_attention, structured_qkv
+from tests.refusals import refused
 from titan_sparse import attend
 from titan_sparse.attention import ContextParallel
-from titan_sparse.attention.masks import Causal, Mask
+from titan_sparse.attention.masks import Causal, Dilated, Mask, Slices, documents
+from titan_sparse.attention.observe import recording
 from titan_sparse.attention.patterns import BlockPattern, Dense, Pattern
 
 BLOCK = 16
@@ -113,6 +115,58 @@ def test_a_class_that_is_defined_again_is_another_pattern():
     assert not torch.allclose(*outs)
 
 
+@pytest.mark.parametrize(
+    "returned",
+    [
+        lambda good: good[..., :-1],
+        lambda good: good[:, :1],
+        lambda good: good[:1],
+        lambda good: good[0],
+        lambda good: good.float(),
+        lambda good: (good,),
+    ],
+)
+def test_a_selection_of_another_shape_is_refused(returned):
+    """Of fewer blocks it would hide keys. As numbers it would select what they do not say."""
+
+    @dataclasses.dataclass
+    class Wrong(BlockPattern):
+        name: ClassVar[str] = "wrong"
+
+        def select_blocks(self, q, k, ranges, cp, scale) -> Tensor:
+            return returned(torch.ones(2, 4, 7, 7, dtype=torch.bool))
+
+    q, k, v = structured_qkv(2, 4, 2, 100, 8)
+    with refused(r"Wrong.select_blocks\(\) returned .*; write bool \[2, 4, 7, 7\]"):
+        attend(q, k, v, pattern=Wrong(), block_size=BLOCK)
+
+
+@pytest.mark.parametrize(
+    "mask", [Dilated(90, 3) & Causal(), Slices.batch([documents([60, 68]), documents([99])])]
+)
+def test_recall_of_a_pattern_that_takes_slices(mask):
+    @dataclasses.dataclass
+    class Local(BlockPattern):
+        name: ClassVar[str] = "local"
+        takes_slices: ClassVar[bool] = True
+
+        def select_blocks(self, q, k, ranges, cp, scale) -> Tensor:
+            near = torch.eye(q.shape[2] // cp.block_size, dtype=torch.bool)
+            return near.expand(*q.shape[:2], -1, -1)
+
+    p = problem((4, 2), mask, Local(), BLOCK)
+    q, k, v = p.inputs
+    with recording(recall_rows=SEQ_LEN) as seen:
+        p.attend(q, k, v)
+    allowed = mask.dense(SEQ_LEN)[:, None].expand(2, 4, -1, -1)
+    computed = allowed & p.pattern.select(q, k, mask, block_size=BLOCK).dense(mask)
+    kept, total = (dense_attention(q, k, v, pairs)[1] for pairs in (computed, allowed))
+    rows = allowed.any(-1)
+    wanted = torch.where(rows, (kept - total).exp(), 0).sum((0, 2)) / rows.sum((0, 2))
+    torch.testing.assert_close(seen.recall[0], wanted, rtol=1e-9, atol=0)
+    assert wanted.max() < 0.9
+
+
 def test_values_of_options():
     top_blocks = example()
     assert top_blocks(3) == top_blocks(3) and hash(top_blocks(3)) == hash(top_blocks(3))
@@ -136,3 +190,17 @@ def test_values_of_options():
 
     with pytest.raises(TypeError, match="Nameless has no name; write name: ClassVar"):
         Nameless()
+
+    @dataclasses.dataclass
+    class WithTable(BlockPattern):
+        """Two of them would have one key, and each would be computed as the newer one."""
+
+        name: ClassVar[str] = "with_table"
+        most: int = 1
+
+        def __init__(self, table: Tensor):
+            self.table = table
+            self.__post_init__()
+
+    with pytest.raises(TypeError, match="WithTable.table is not an option; write it as a field"):
+        WithTable(torch.ones(3))

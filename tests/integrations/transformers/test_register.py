@@ -122,6 +122,8 @@ WINDOW = masking_utils.sliding_window_overlay
 REFUSED = [
     *((partial(AttentionSettings, block_size=x), f"block_size={x!r}") for x in (100, 8, "64")),
     (partial(AttentionSettings, cp=2), "cp=int is not a ContextParallel"),
+    (partial(AttentionSettings, "moba"), "pattern='moba' is not a pattern; write"),
+    (partial(register, name=3), "name=3.* is not a name; write"),
     (partial(AttentionMask, None), "NoneType.* is not a mask of ours"),
     (partial(register, {"pattern": SPARSE}), "AttentionSettings"),
     *((partial(register, name=name), "write") for name in IMPLEMENTATIONS),

@@ -218,8 +218,14 @@ class ContextParallel(Communicator):
     def balance(self, ranges: MaskRanges) -> MaskRanges:
         """The same mask with its table in the layout "balanced"; unchanged for other layouts.
 
-        Not collective: all ranks compute the same table. The host waits for a mask on a GPU.
+        Not collective: all ranks compute the same table. The host waits for a mask on a GPU. Raises
+        ValueError for a mask that is not resolved.
         """
+        if not isinstance(ranges, MaskRanges):
+            name = type(ranges).__name__
+            raise ValueError(
+                f"balance({name}) needs a resolved mask; write balance(mask.rows(seq_len))"
+            )
         if not self.depends_on_mask:
             return ranges
         # [ranks, n]
@@ -270,12 +276,27 @@ class ContextParallel(Communicator):
     def shard(self, x: Tensor, dim: int, table: Tensor | None = None) -> Tensor:
         """This rank's blocks of a full tensor, along `dim`.
 
-        table: the one that balance() made; None for other layouts.
+        table: the one that balance() made; None for other layouts. Raises ValueError for a table of
+        another length, and for one that this layout does not have.
         """
+        table = self._table_of(x.shape[dim], table)
+        return layouts.take_blocks(x, dim, table[self.rank], self.block_size)
+
+    def _table_of(self, tokens: int, table: Tensor | None) -> Tensor:
+        """The blocks of every rank of a sequence of so many tokens: `table`, as shard() takes it."""
         if table is None:
             # Without a mask, the layout does not depend on one.
-            table = self.block_table(x.shape[dim])
-        return layouts.take_blocks(x, dim, table[self.rank], self.block_size)
+            return self.block_table(tokens)
+        if not self.depends_on_mask:
+            raise ValueError(
+                f'layout "{self.layout}" of {self.size} ranks has no table of a mask; leave it out'
+            )
+        if table.numel() * self.block_size != tokens:
+            raise ValueError(
+                f"the table is for {table.numel() * self.block_size} tokens, and there are {tokens}; "
+                f"write the table of cp.balance(mask.rows({tokens}))"
+            )
+        return table
 
     def count_plain_ring(self, k: Tensor, backward: bool = False) -> None:
         """Add to plain_ring_bytes what a ring sends in which each chunk visits every rank.
@@ -302,8 +323,7 @@ class ContextParallel(Communicator):
 
         No gradient flows back. table: as in shard().
         """
-        if table is None:
-            table = self.block_table(x.shape[dim] * self.size)
+        table = self._table_of(x.shape[dim] * self.size, table)
         # Not torch.cat(), which under autocast refuses the other 16-bit dtype.
         dim %= x.ndim
         whole = self.all_gather(x).movedim(0, dim).flatten(dim, dim + 1)

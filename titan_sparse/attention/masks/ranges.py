@@ -27,7 +27,7 @@ from titan_sparse.attention.masks.slice_geometry import (
 
 class MaskRanges(NamedTuple):
     """A mask resolved for one sequence length. All int32, global positions. Bm is 1 or the batch
-    size.
+    size. On a CPU, attend() refuses ranges that break the rules of `start`, `stop`, `causal`, and `plain`.
 
     start, stop: [Bm, S], both nondecreasing. Query i sees keys start[i] <= j < stop[i], none where
     they are equal.
@@ -90,7 +90,12 @@ class Mask:
     """Base of all masks. Subclasses implement rows(). `a & b` sees what both see."""
 
     is_constant: ClassVar[bool] = False
-    """True if rows() always gives the same for equal masks, so that it may be remembered."""
+    """True if rows() always gives the same for equal masks, so that it may be remembered. A subclass has
+    to say so itself: it may have more that decides over rows() than the class that it extends compares."""
+
+    def __init_subclass__(cls) -> None:
+        if "is_constant" not in vars(cls):
+            cls.is_constant = False
 
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
         """The mask for `seq_len` global tokens, resolved to tensors on `device`."""
@@ -206,9 +211,17 @@ class Documents(Mask):
 
     is_constant = True
 
-    def __init__(self, lengths: Sequence[int] | Sequence[Sequence[int]]):
-        is_of_sequences = len(lengths) > 0 and isinstance(lengths[0], Sequence)
-        sequences: Sequence[Any] = lengths if is_of_sequences else [lengths]
+    def __init__(self, lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor):
+        given: Any = as_lists(lengths)
+        if not isinstance(given, Sequence):
+            raise ValueError(f"Documents({given!r}) is not a list; write Documents([300, 500])")
+        given = [as_lists(row) for row in given]
+        are_sequences = [isinstance(row, Sequence) for row in given]
+        if any(are_sequences) and not all(are_sequences):
+            raise ValueError(
+                f"Documents({given!r}) mixes numbers and lists; write one list, or one list for each sequence"
+            )
+        sequences: Sequence[Any] = given if any(are_sequences) else [given]
         refusal = "Documents(lengths): a length is a whole number of tokens, 1 or more, not {!r}"
         self.lengths = tuple(
             tuple(at_least_one(length, refusal.format(length)) for length in row)
@@ -373,6 +386,12 @@ def ranges_of_slices(
     start = torch.where(sees_any, 0, seq_len).int().to(device)
     stop = torch.full_like(start, seq_len)
     return MaskRanges(start, stop, causal=causal, slices=slices)
+
+
+def as_lists(value: Any) -> Any:
+    """A tensor or an array as lists of numbers, as one of a single number would pass for a number; other
+    values as they are."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def at_least_one(value: Any, refusal: str) -> int:

@@ -9,6 +9,7 @@ Slices.batch([prefix_lm(...), prefix_lm(...)]).
 """
 
 import itertools
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -20,6 +21,7 @@ from titan_sparse.attention.masks.ranges import (
     UNTRACED,
     Mask,
     MaskRanges,
+    as_lists,
     at_least_one,
     never_sees_later,
     ranges_of_slices,
@@ -289,7 +291,15 @@ def shared_question(groups: Sequence[tuple[int, Sequence[int]]]) -> Slices:
 
 
 def _spans(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """(start, stop) of each item, one after the other. ValueError for a length below 0."""
-    if any(length < 0 for length in lengths):
-        raise ValueError(f"lengths {list(lengths)}: 0 or more tokens each")
+    """(start, stop) of each item, one after the other. ValueError for a length that is not a whole
+    number of 0 or more."""
+    try:
+        is_right = all(operator.index(as_lists(length)) >= 0 for length in lengths)
+    except TypeError:
+        is_right = False
+    if not is_right:
+        raise ValueError(
+            f"lengths {list(lengths)}: write whole numbers of 0 or more tokens, for one sequence. For "
+            "several, write Slices.batch() of one mask for each"
+        )
     return list(itertools.pairwise(itertools.accumulate(lengths, initial=0)))

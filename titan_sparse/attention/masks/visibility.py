@@ -111,6 +111,22 @@ def queries_seeing(ranges: MaskRanges, keys: Tensor) -> tuple[Tensor, Tensor]:
     return first, last
 
 
+def seen_pairs(ranges: MaskRanges, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+    """bool [Bm, n, m]: the mask lets each query see each key. Global positions, int [n] and [m]."""
+    # [n, 1] against [m]
+    query, key = q_positions[:, None], k_positions
+    if ranges.slices is None:
+        start, stop = ranges.start[:, query], ranges.stop[:, query]
+        return (key >= start) & (key < stop)
+    seen = torch.zeros(1, 1, 1, dtype=torch.bool, device=key.device)
+    for of_sequences in ranges.slices.unbind(1):
+        # [Bm, 1, 1] each
+        q_start, q_stop, k_start, k_stop, low, high = of_sequences[..., None, None].unbind(1)
+        in_ranges = (query >= q_start) & (query < q_stop) & (key >= k_start) & (key < k_stop)
+        seen = seen | (in_ranges & (key - query >= low) & (key - query <= high))
+    return seen
+
+
 def visible_pairs(ranges: MaskRanges) -> Tensor:
     """Pairs that the mask allows, float64 [Bm]."""
     if ranges.slices is not None:

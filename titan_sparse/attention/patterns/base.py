@@ -283,6 +283,14 @@ class Pattern(PatternOptions):
         # asdict() would copy them, which torch.compile cannot trace before torch 2.13.
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
         options = {field.name: getattr(self, field.name) for field in fields}
+        others = sorted(vars(self).keys() - options.keys() - {"key"})
+        if others:
+            # They are not in the key, so that another object's values would be read in their place.
+            kind = type(self).__name__
+            raise TypeError(
+                f"{kind}.{others[0]} is not an option; write it as a field of the dataclass, an int, float, "
+                f"bool, or str, or compute it from the fields in a property"
+            )
         if torch.compiler.is_compiling():
             # A number that changes from call to call would be a symbol.
             numbers = {name: x for name, x in options.items() if type(x) in (int, float)}
@@ -431,6 +439,16 @@ class BlockPattern(Pattern):
         self, q: Tensor, k: Tensor, ranges: MaskRanges, cp: ContextParallel, scale: float
     ) -> list[Tensor]:
         selected = self.select_blocks(q, k, ranges, cp, scale)
+        size = cp.block_size
+        shape = (*q.shape[:2], q.shape[2] // size, ranges.start.shape[1] // size)
+        found = f"{type(selected).__name__}"
+        if isinstance(selected, Tensor):
+            found = f"{selected.dtype} {list(selected.shape)}"
+        if found != f"{torch.bool} {list(shape)}":
+            raise ValueError(
+                f"{type(self).__name__}.select_blocks() returned {found}; write bool {list(shape)}, [B, Hq, "
+                "this rank's blocks, all blocks]"
+            )
         return [gather_blocks(compact_kernels.pack(selected), cp, ranges)]
 
     def empty_tensors(self, q: Tensor, seq_len: int, block_size: int, packed: bool) -> list[Tensor]:

@@ -26,7 +26,7 @@ class Spans(NamedTuple):
     dense_from: Tensor
     """[B, blocks], the first block that a query block sees whole because of short documents;
     `blocks` if none."""
-    tokens: Tensor  # [B, 1], tokens of the sequence that are not padding
+    tokens: Tensor  # [B, 1], tokens of the sequence up to its padding
 
     @property
     def diagonals(self) -> Tensor:
@@ -60,9 +60,12 @@ def find_spans(ranges: MaskRanges, batch: int, dense_below: int, block_size: int
     def find() -> Spans:
         # [Bm, n]
         if ranges.document_start is None:
-            stop = _tokens(ranges)
-            start = torch.zeros_like(stop)
+            # Up to the last token that sees anything. Earlier ones may see nothing.
+            end = torch.arange(1, ranges.start.shape[1] + 1, device=ranges.start.device)
+            stop = F.pad(end * (ranges.start < ranges.stop), (1, 0)).amax(-1, keepdim=True)
+            start, tokens = torch.zeros_like(stop), stop
         else:
+            tokens = (ranges.document_start >= 0).sum(-1, keepdim=True)
             start, stop = _long_documents(ranges.document_start, dense_below)
         first_block = start // block_size
         last_block = (stop - 1).clamp(min=0) // block_size
@@ -74,7 +77,7 @@ def find_spans(ranges: MaskRanges, batch: int, dense_below: int, block_size: int
             last_block=last_block,
             offset=diagonals.cumsum(-1) - diagonals,
             dense_from=_dense_from(ranges, start, stop, block_size),
-            tokens=_tokens(ranges),
+            tokens=tokens,
         )
         # searchsorted() wants contiguous memory.
         return Spans._make(field.expand(batch, -1).contiguous() for field in spans)
@@ -95,12 +98,6 @@ def share_of_cap(most: int, least: int, spans: Spans) -> Tensor:
     # [B, n], rounded up.
     share = (most * length + spans.tokens - 1) // tokens
     return share.clamp(min=least)
-
-
-def _tokens(ranges: MaskRanges) -> Tensor:
-    """int64 [Bm, 1]: tokens that see anything, which padding does not."""
-    real = ranges.start < ranges.stop
-    return real.sum(-1, keepdim=True)
 
 
 def _long_documents(document_start: Tensor, dense_below: int) -> tuple[Tensor, Tensor]:

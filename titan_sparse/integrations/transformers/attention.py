@@ -120,6 +120,8 @@ def _names(attn_implementation: str | dict) -> Iterator[str]:
 
 def _check_name(name: str) -> None:
     names = {"eager", *AttentionInterface().valid_keys()}
+    if not isinstance(name, str):
+        raise ValueError(f'register(name={name!r}) is not a name; write name="titan_sparse"')
     is_taken = name in names and settings_of(name) is None
     # Others are kernels of FlashAttention, kernels of the hub, or paged variants.
     if is_taken or "flash" in name or not name.isidentifier():

@@ -47,7 +47,12 @@ class AttentionSettings:
     recomputed: float = 0.0
 
     def __post_init__(self) -> None:
-        # attend() checks the others.
+        # attend() checks the others, but layers with a window hand on no pattern.
+        if not isinstance(self.pattern, Pattern):
+            raise ValueError(
+                f"pattern={self.pattern!r} is not a pattern; write for example "
+                "AttentionSettings(VerticalSlash())"
+            )
         if self.block_size is not None:
             check_block_size(self.block_size)
         ranks_of(self.cp, self.block_size)
