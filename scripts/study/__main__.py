@@ -150,11 +150,11 @@ def check_folder(study: Study) -> None:
     """
     folder = study.folder
     folder.mkdir(parents=True, exist_ok=True)
-    if not study.claim.is_file():
+    if not study.claim_file.is_file():
         others = {item.name for item in folder.iterdir()} - {"text", "model", "packages"}
         require(not others, f"--out {folder} holds something else; write a new or empty folder")
         return
-    found = read_json(study.claim)["size"]
+    found = read_json(study.claim_file)["size"]
     require(
         found == study.title,
         f"--out {folder} holds a study of the size {found}, not {study.title}; "
@@ -163,8 +163,9 @@ def check_folder(study: Study) -> None:
 
 
 def claim(study: Study) -> None:
-    """Record the study's size."""
-    study.claim.write_text(json.dumps({"size": study.title}) + "\n", encoding="utf-8")
+    """Record the study's size, once: parts that run at the same time read it."""
+    if not study.claim_file.is_file():
+        study.claim_file.write_text(json.dumps({"size": study.title}) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

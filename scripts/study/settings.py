@@ -181,8 +181,8 @@ class Study:
         return read_json(self.model / "config.json")["max_position_embeddings"]
 
     @property
-    def claim(self) -> Path:
-        """A file that says of which size the study in `folder` is."""
+    def claim_file(self) -> Path:
+        """It says of which size the study in `folder` is."""
         return self.folder / "study.json"
 
     @property

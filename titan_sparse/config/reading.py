@@ -155,8 +155,11 @@ def load_config(argv: list[str]) -> Config:
 
 def as_words(values: Mapping[str, object]) -> list[str]:
     """The words of the command line that give these keys their values."""
-    texts = {key: show(x) if isinstance(x, bool) else str(x) for key, x in values.items()}
-    return [f"--{key}={text}" for key, text in texts.items()]
+    words = []
+    for key, value in values.items():
+        text = show(value) if isinstance(value, bool) else str(value)
+        words.append(f"--{key}={text}")
+    return words
 
 
 def given_keys(words: Iterable[str]) -> set[str]:

@@ -145,6 +145,15 @@ def test_options_are_refused_before_anything_is_made(toy_model, tmp_path, capsys
     assert not list(tmp_path.iterdir())
 
 
+def test_a_study_is_claimed_once(toy_model, tmp_path):
+    _, here = study.parse(["--toy", "--out", str(tmp_path), "--model", str(toy_model)])
+    study.claim(here)
+    written = here.claim_file.stat().st_mtime_ns
+    study.check_folder(here)
+    study.claim(here)
+    assert here.claim_file.stat().st_mtime_ns == written
+
+
 @pytest.fixture(scope="module")
 def toy_model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model")
