@@ -77,29 +77,20 @@ def lines(heads: str, rows: Iterable[list[str]]) -> list[str]:
 
 
 def headlines() -> list[str]:
-    """Measurements next to dense ones: recall 0.95 on real weights, then a fixed density."""
+    """Steps and losses of recall 0.95 next to dense ones, after the same seconds."""
     methods = ("recall_95", "dense")
-    # Of the studies at equal time, these have several seeds.
-    seeded = [*LARGER, EQUAL_TIME[0]]
     rows = []
-    for file in seeded:
-        seconds = result(file)["runs"]["dense"]["seconds"][-1]
-        what = f"held-out loss after {seconds:.0f} s, {result(file)['model']}, {_tokens(file)}"
-        rows.append([what, *(_range_of_seeds(file, name) for name in methods)])
-    for file in seeded:
+    for file in LARGER:
         runs = result(file)["runs"]
-        times = [f"{runs[name]['step_seconds']:.2f} s" for name in methods]
-        rows.append([f"training step, {result(file)['model']}, {_tokens(file)}", *times])
-    times = []
-    for name in ("flex", "flash-attn-4"):
-        found = row("attention_h200", name=name, seq_len=131072)
-        times.append(f"{found['forward_ms'] + found['backward_ms']:.1f} ms")
-    rows.append(["attention, forward and backward, 131,072 tokens, 5 % density", *times])
-    return lines("what was measured | titan_sparse | dense", rows)
+        steps = [f"{runs[name]['step_seconds']:.2f} s" for name in methods]
+        seconds = f"{runs['dense']['seconds'][-1]:.0f} s"
+        losses = [_range_of_seeds(file, name) for name in methods]
+        rows.append([result(file)["model"], _tokens(file), *steps, seconds, *losses])
+    return lines("model | tokens | step | dense step | after | held-out loss | dense loss", rows)
 
 
 def _tokens(file: str) -> str:
-    return f"{max(result(file)['lengths']):,} tokens"
+    return f"{max(result(file)['lengths']):,}"
 
 
 def _range_of_seeds(file: str, method: str) -> str:
@@ -285,37 +276,35 @@ def _steps_of_arms(files: list[str], *peers: str) -> list[str]:
 # The real model -----------------------------------------------------------------------------------
 
 
-EQUAL_TIME = [f"study_equal_time_{size}h100" for size in ("", "full_")]
-"""Files: short runs with several seeds, and longer ones."""
 DENSELY = "dense"
 """The attention that reads any weights."""
 
 
 def equal_time() -> list[str]:
     """Means over seeds of the runs that had the same seconds."""
+    file = "study_equal_time_h100"
     rows = []
-    for file in EQUAL_TIME:
-        for method, cells in _trained(file):
-            for mode in (method, DENSELY):
-                cells.append(f"{mean(_scores(file, method, mode, 'loss')):.3f}")
-            rows.append([*cells, _needles(file, method)])
+    for method, cells in _trained(file):
+        for mode in (method, DENSELY):
+            cells.append(f"{mean(_scores(file, method, mode, 'loss')):.3f}")
+        rows.append([*cells, _needles(file, method)])
     heads = "attention | density | s per step | steps | held-out loss | dense eval"
     return lines(f"{heads} | needle accuracy", rows)
 
 
-LARGER = ["study_qwen_1_5b_128k_h200", "study_qwen_0_5b_128k_h200"]
+LARGER = [
+    f"study_qwen_{size}_{length}_h200" for length in ("128k", "64k") for size in ("1_5b", "0_5b")
+]
 """Files of Qwen2.5-Coder at equal time."""
 MORE_VERTICALS = "study_qwen_0_5b_128k_caps_h200"
 """The same for a larger max_verticals."""
-HALF_THE_LENGTH = "study_qwen_0_5b_64k_h200"
 
 
 def larger_model() -> list[str]:
     """Larger models at equal time: losses and names, as trained and read densely, by seeds."""
     rows = []
-    for file in [*LARGER, MORE_VERTICALS, HALF_THE_LENGTH]:
+    for file in [*LARGER, MORE_VERTICALS]:
         model = result(file)["model"].removeprefix("Qwen2.5-Coder-")
-        tokens = _tokens(file).removesuffix(" tokens")
         for method, cells in _trained(file):
             if file == MORE_VERTICALS:
                 cells[0] += ", 16,384 verticals"
@@ -325,7 +314,7 @@ def larger_model() -> list[str]:
                     for mode in (method, DENSELY)
                 )
                 cells += [own, "" if method == DENSELY else densely]
-            rows.append([model, tokens, *cells, _needles(file, method)])
+            rows.append([model, _tokens(file), *cells, _needles(file, method)])
     heads = "model | tokens | attention | density | s per step | steps | held-out loss"
     return lines(f"{heads} | read densely | far names | read densely | needles", rows)
 

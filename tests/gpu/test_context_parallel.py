@@ -108,6 +108,11 @@ def test_errors_do_not_grow_with_the_ranks(found):
     assert seen == expected
 
 
+def test_autocast_changes_no_bit(found):
+    for rank in found:
+        assert rank["autocast"] == {name: [True] * 4 for name in SCHEDULES}
+
+
 def test_memory_does_not_grow(found):
     for rank in found:
         assert set(rank["memory"]) == set(SCHEDULES)
@@ -126,6 +131,7 @@ def _main(folder: str) -> None:
     contexts = {name: ContextParallel(mesh, "striped", name, SIZE) for name in SCHEDULES}
     results = {
         **_errors(mesh, contexts),
+        "autocast": {name: _equal_in_autocast(cp) for name, cp in contexts.items()},
         "memory": {name: _memory(cp) for name, cp in contexts.items()},
         "delays": _delays(contexts),
     }
@@ -200,6 +206,24 @@ def _errors_of(
         cp.shard(d_out, 2, ranges.table),
     )
     return errors([cp.unshard(x, 2, ranges.table) for x in got], want)
+
+
+def _equal_in_autocast(cp: ContextParallel) -> list[bool]:
+    """Which of out, dq, dk and dv, in fp16 and unsharded, autocast to bf16 leaves as they are."""
+    *qkv, d_out = (cp.shard(x.half(), 2) for x in _inputs(TOKENS))
+
+    def results() -> list[Tensor]:
+        found = with_gradients(
+            lambda *x: attend(*x, DOCUMENTS, SPARSE, cp, BACKEND),
+            qkv,
+            d_out,
+        )
+        return [cp.unshard(x, 2) for x in found]
+
+    wanted = results()
+    with torch.autocast("cuda", torch.bfloat16):
+        got = results()
+    return [torch.equal(x, y) for x, y in zip(got, wanted, strict=True)]
 
 
 def _memory(cp: ContextParallel) -> list[tuple[int, int]]:
