@@ -104,6 +104,14 @@ def run_vision_tower() -> None:
     attention.attention_forward(AttentionSettings(), tower, q, q, q, None)
 
 
+def run_compressed() -> None:
+    """DeepSeek-V4 adds keys that stand for several tokens each."""
+    q, k = torch.zeros(1, 2, 9, 16), torch.zeros(1, 2, 12, 16)
+    sizes = {"batch_size": 1, "q_length": 9, "kv_length": 9}
+    mask = layer_mask(AttentionSettings(), **sizes, mask_function=CAUSAL)
+    attention.attention_forward(AttentionSettings(), torch.nn.Module(), q, k, k, mask)
+
+
 def read_positions(*shape: int) -> None:
     """Positions of several dimensions are those of models with pictures."""
     q = torch.zeros(2, 1, SEQ_LEN, 16)
@@ -152,6 +160,10 @@ REFUSED = [
     (partial(run_other, "BloomConfig", {"": "titan_sparse"}, n_head=2), "would not use"),
     (partial(run_other, "DeepseekV3Config", **LATENT), "MLA"),
     (run_vision_tower, "Module is bidirectional or cross attention"),
+    (
+        run_compressed,
+        "attends to 12 keys where there are 9 tokens, which is not computed; write attn",
+    ),
     (partial(read_positions, 3, 1, SEQ_LEN), "positions of one dimension"),
     (partial(read_positions, 3, SEQ_LEN), "are not .2, 50.; write"),
     (partial(build_mask, masking_utils.bidirectional_mask_function), "bidirectional attention"),

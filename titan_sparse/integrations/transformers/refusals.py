@@ -164,6 +164,11 @@ def checked_mask(module: nn.Module, mask: object, query: Tensor, key: Tensor) ->
     has_more_keys = key.shape[2] != query.shape[2]
     if isinstance(mask, LayerMask):
         if key.shape[2] != mask.keys:
+            if mask.keys == query.shape[2] > 1:
+                raise ValueError(
+                    f"{name} attends to {key.shape[2]} keys where there are {mask.keys} tokens, "
+                    f"which is not computed; {_OTHERS}"
+                )
             # transformers' cache of a window of one token, for one, keeps more than it says.
             raise ValueError(
                 f"the cache holds {key.shape[2]} keys where transformers announced {mask.keys}; "
