@@ -1,6 +1,7 @@
 """titan-sparse plan and scripts.calibrate: what they write, and what they refuse in one line."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -85,6 +86,16 @@ def test_the_script_takes_a_saved_index(config, tmp_path, capsys):
     assert found["density"] == pytest.approx(pairs / (2 * 1024 * 1025 / 2))
     words = f"--ranks 4 --seq-len 512 --index {path}".split()
     assert "--seq-len 512" in error_of(capsys, main, config, *words)
+
+
+@pytest.mark.parametrize("pattern", ["vertical_slash", "dense"])
+def test_a_million_tokens_take_seconds(config, tmp_path, pattern):
+    """Of one processor, so that others do not matter."""
+    words = "--ranks 32 --nodes 4 --seq-len 1048576 --layout zigzag --schedule ring double_ring"
+    words += f" --attention.pattern {pattern} --attention.block_size 128"
+    began = time.process_time()
+    assert _plans(tmp_path, config, *words.split())["seq_len"] == 1 << 20
+    assert time.process_time() - began < 8
 
 
 @pytest.mark.parametrize("words", ["", "--attention.pattern dense --documents ragged"])
