@@ -37,6 +37,7 @@ CASES = {
     **{name: (RANGES[name], SPARSE) for name in ("causal", "padded", "documents")},
     "windowed documents": (RANGES["windowed documents"], SPARSE),
     "full": (RANGES["full"], Dense()),
+    "dense documents": (RANGES["documents"], Dense()),
     "blocks": (Documents([[70, 9, 61, 17], [5, 48, 47, 49]]), XAttention(4, 0.6, 48)),
     "chunks": (Documents([[70, 9, 61, 17], [5, 48, 47, 49]]), MoBA(19, 3)),
 }
@@ -60,7 +61,9 @@ def _by_rank(seen: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("layout, ranks", [("contiguous", 3), ("zigzag", 2), ("striped", 4)])
-def test_visits_are_what_the_dense_mask_says(case, layout, ranks):
+@pytest.mark.parametrize("elements", [1, 500, 1 << 23])
+def test_visits_are_what_the_dense_mask_says(monkeypatch, case, layout, ranks, elements):
+    monkeypatch.setattr("titan_sparse.attention.observe._ELEMENTS", elements)
     mask, ranges, index = _index(case)
     table = block_ids(layout, ranks, SEQ_LEN, BLOCK)
     visits = count_visits(index, ranges, table)
@@ -78,12 +81,16 @@ def test_visits_are_what_the_dense_mask_says(case, layout, ranks):
     # [B or 1, 1, blocks, blocks] and [B, H, blocks, blocks]
     allowed = tiles_of(mask.dense(SEQ_LEN), BLOCK).all((-1, -2))[:, None]
     computed = tiles_of(pairs_in_tiles, BLOCK).any((-1, -2))
+    # [W, blocks]
+    met = computed.any(0).any(0)[table].any(1)
     if case == "chunks":
+        assert (visits.met >= met).all()
         # Of some tiles queries have chosen parts, or nothing.
         whole = tiles_of(pairs_in_tiles, BLOCK).all((-1, -2))
         assert torch.equal(visits.full, _by_rank(whole, table))
         assert (visits.full + visits.partial >= _by_rank(computed, table)).all()
     else:
+        assert torch.equal(visits.met, met)
         assert torch.equal(visits.full, _by_rank(computed & allowed, table))
         assert torch.equal(visits.partial, _by_rank(computed & ~allowed, table))
     assert visits.partial.sum() > 0 or case == "full"
@@ -179,7 +186,7 @@ def test_verticals_come_with_chunks_that_a_rank_computes_on():
     """Rank 0 computes in one step, rank 1 in two, rank 2 in three."""
     pairs = torch.tensor([[4, 0, 0], [5, 6, 0], [1, 2, 7]])
     verticals = torch.tensor([70] * 3)
-    visits = Visits(pairs, pairs, pairs, verticals)
+    visits = Visits(pairs, pairs, pairs, verticals, met=pairs > 0)
     sources = torch.tensor(SCHEDULES["ring"].step_sources(1, 3))
     needed = pairs > 0
     work = by_step(visits, sources, needed)

@@ -1,6 +1,7 @@
 """titan-sparse plan and scripts.calibrate: what they write, and what they refuse in one line."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -75,16 +76,31 @@ def test_the_script_takes_a_saved_index(config, tmp_path, capsys):
     rows = Causal().rows(1024)
     pattern = VerticalSlash(recall=0.5, sinks=3)
     torch.manual_seed(0)
-    q = torch.randn(1, 2, 1024, 8)
+    q = torch.randn(1, 4, 1024, 8)
     index = pattern.select(q, torch.randn(1, 1, 1024, 8), rows, block_size=64)
     path = str(tmp_path / "index.pt")
     save_indexes(path, pattern, rows, [index, index])
     found = _plans(tmp_path, config, "--ranks", "4", "--index", path)
     pairs = index.dense(Causal()).sum().item()
     assert sum(found["plans"][0]["pairs_of_rank"]) == pytest.approx(pairs)
-    assert found["density"] == pytest.approx(pairs / (2 * 1024 * 1025 / 2))
-    words = f"--ranks 4 --seq-len 512 --index {path}".split()
-    assert "--seq-len 512" in error_of(capsys, main, config, *words)
+    assert found["density"] == pytest.approx(pairs / (4 * 1024 * 1025 / 2))
+    for words, message in (
+        ("--seq-len 512", "--seq-len 512 is not that of --index, 1024; leave it out"),
+        ("--attention.block_size 128", "not that of --index; write --attention.block_size 64"),
+        ("--model.flavour qwen3-0.6b", "of a model with 4 heads, not 16"),
+    ):
+        words = f"--ranks 4 --index {path} {words}".split()
+        assert message in error_of(capsys, main, config, *words)
+
+
+@pytest.mark.parametrize("pattern", ["vertical_slash", "dense"])
+def test_a_million_tokens_take_seconds(config, tmp_path, pattern):
+    """Of one processor, so that others do not matter."""
+    words = "--ranks 32 --nodes 4 --seq-len 1048576 --layout zigzag --schedule ring double_ring"
+    words += f" --attention.pattern {pattern} --attention.block_size 128"
+    began = time.process_time()
+    assert _plans(tmp_path, config, *words.split())["seq_len"] == 1 << 20
+    assert time.process_time() - began < 8
 
 
 @pytest.mark.parametrize("words", ["", "--attention.pattern dense --documents ragged"])

@@ -208,6 +208,30 @@ def test_prepared_texts_say_how_they_begin(tmp_path):
         open_documents(Data(source=str(tmp_path / "True"), add_bos=False), tokenizer)
 
 
+@pytest.mark.parametrize("template", [CHATML, "{{ bos_token }}" + CHATML], ids=["none", "bos"])
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_needles_in_chats_begin_as_texts_do(tmp_path, template, add_bos):
+    """Raw and prepared ones alike, as AutoTokenizer begins texts. A mixture may say add_bos = false."""
+    folder = write_tokenizer(tmp_path / "t", template)
+    tokenizer = load_tokenizer(folder)
+    source = tmp_path / "chats.jsonl"
+    write_rows(source, [{"messages": CHAT}] * 20)
+    prepare(Recipe(str(source), tokenizer=folder, format="messages"), str(tmp_path / "out"))
+    of_file = dict(tokenizer=folder, add_bos=add_bos)
+    sources = [Data(source=str(source), format="messages", **of_file)]
+    sources.append(Data(source=str(tmp_path / "out"), **of_file))
+    prompts = []
+    for data in sources:
+        (sample,) = needle_samples(open_documents(data, tokenizer), [400], [0.5], 1, 0)
+        prompts.append(sample.prompt.tolist())
+        assert adds_bos(data) == add_bos
+    assert prompts[0] == prompts[1]
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    begin = theirs("hello")["input_ids"][0]
+    assert begin == theirs.bos_token_id and (prompts[0][0] == begin) == add_bos
+    assert begin not in prompts[0][1:]
+
+
 def test_templates_are_those_of_autotokenizer(tmp_path):
     """additional_chat_templates/ is read, and is there in the second generation too."""
     folder = write_tokenizer(tmp_path / "one", CHATML)

@@ -4,6 +4,7 @@ import itertools
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -104,6 +105,20 @@ def _sorted(tags: list[str]) -> list[str]:
     """As TensorBoard sorts tags: by letters, with slashes and underscores before them."""
     first = {"/": -2, "_": -1}
     return sorted(tags, key=lambda tag: [first.get(letter, ord(letter)) for letter in tag])
+
+
+def test_tensorboard_shows_no_steps_that_a_run_has_left(texts):
+    """The second time, it goes on from step 2 with another learning rate."""
+    settings = {"checkpoint__enable": True, "checkpoint__interval": 2, "metrics__tensorboard": True}
+    train(tiny_config(texts, "run", training__steps=6, **settings))
+    for step in (4, 6):
+        shutil.rmtree(texts / f"run/checkpoint/step-{step}")
+    config = tiny_config(texts, "run", training__steps=5, optimizer__lr=0.1, **settings)
+    train(config)
+    events = EventAccumulator(str(texts / "run/tensorboard")).Reload().Scalars("Train/loss")
+    wanted = {step: line["loss"] for step, line in read_metrics(texts / "run").items()}
+    assert {event.step: event.value for event in events} == pytest.approx(wanted)
+    assert [event.step for event in events] == [1, 2, 3, 4, 5]
 
 
 @on_ranks(2)

@@ -187,6 +187,18 @@ def read_indexes(
             args.seq_len in (None, saved),
             f"--seq-len {args.seq_len} is not that of --index, {saved}; leave it out",
         )
+        size = indexes[0].block_size
+        require(
+            config.attention.block_size == size,
+            f"attention.block_size = {config.attention.block_size} is not that of --index; write "
+            f"--attention.block_size {size}",
+        )
+        heads = indexes[0].heads
+        require(
+            model.heads == heads,
+            f"--index is of a model with {heads} heads, not {model.heads}; write the file or --model "
+            "of that run",
+        )
         return ranges, indexes
     attention = config.attention
     multiple = padding_multiple(config)

@@ -410,6 +410,8 @@ def open_documents(data: Data, tokenizer: Tokenizer, model_folder: str = "") -> 
                     f"data.{name} = {show(value)} would be ignored with the prepared tokens of "
                     f'data.source = "{data.source}", which were made with {show(applied)}; leave it out'
                 )
+        if not data.add_bos and not shards.sample_format.takes_bos:
+            shards.begin = shards.begin[:0]
         if len(shards.begin) and not data.add_bos:
             raise ValueError(
                 f'data.add_bos = false: the tokens of data.source = "{data.source}" were prepared with '

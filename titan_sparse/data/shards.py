@@ -95,10 +95,15 @@ def is_prepared(source: str) -> bool:
 
 
 def adds_bos(data: Data) -> bool:
-    """True if texts of a run begin with the tokenizer's `begin`: data.add_bos, unless all parts of
-    data.source are prepared tokens without it."""
+    """True if texts of a run begin with the tokenizer's `begin`: data.add_bos, unless all texts of
+    data.source are prepared tokens without it. Chats do not say."""
     metas = [read_meta(source) for source in source_weights(data.source)]
-    return data.add_bos and (not all(metas) or any(meta["add_bos"] for meta in metas))
+    is_begun = [
+        not meta or meta["add_bos"]
+        for meta in metas
+        if not meta or SampleFormat(meta.get("row_format", "text")).takes_bos
+    ]
+    return data.add_bos and (not is_begun or any(is_begun))
 
 
 class TokenShards:
@@ -131,8 +136,9 @@ class TokenShards:
             if meta["format"] == FORMAT_OF_CHATS:
                 made_by = (meta["row_format"], meta["loss_on"], meta["template_digest"])
                 self.sample_format = SampleFormat(*made_by)
-            # What stands before a text, int32 [n].
-            self.begin = tokenizer.begin if meta["add_bos"] else tokenizer.begin[:0]
+            # What stands before a text, int32 [n]. Chats do not say.
+            is_begun = meta["add_bos"] or not self.sample_format.takes_bos
+            self.begin = tokenizer.begin if is_begun else tokenizer.begin[:0]
             self.dtype = np.dtype(meta["dtype"]).newbyteorder("<")
             is_chat = self.sample_format.is_chat
             for counts in meta["shards"]:

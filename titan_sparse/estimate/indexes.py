@@ -3,6 +3,7 @@ lengths."""
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,10 +21,23 @@ def save_indexes(
     """Write the indexes of one batch, one for each layer, that `pattern` chose under a mask.
 
     All ranks hold the same index (attend(..., return_aux=True) returns it), so one of them writes.
-    Raises ValueError for a mask of Slices.
+    Raises ValueError for a mask of Slices, a pattern of your own, and indexes that are not of this
+    pattern and mask.
     """
+    if not isinstance(ranges, MaskRanges):
+        raise ValueError(f"save_indexes() got {type(ranges).__name__}; write mask.rows(seq_len)")
     if ranges.slices is not None:
         raise ValueError("save_indexes() keeps masks of one range of keys a query, not Slices")
+    if PATTERNS.get(pattern.name) is not type(pattern):
+        raise ValueError(
+            f"save_indexes() keeps indexes of {', '.join(PATTERNS)}, not of {type(pattern).__name__}"
+        )
+    on_cpu = MaskRanges._make(x.cpu() if isinstance(x, Tensor) else x for x in ranges)
+    if not indexes or not all(_is_chosen(x, pattern, on_cpu, indexes[0]) for x in indexes):
+        raise ValueError(
+            "save_indexes(): an index is not of this pattern, mask, or number of heads; write "
+            "[aux.index] of attend(q, k, v, mask, pattern, return_aux=True), with mask.rows(seq_len)"
+        )
     document_start = ranges.document_start
     data = {
         "format": _FORMAT,
@@ -39,6 +53,26 @@ def save_indexes(
         "layers": [[tensor.cpu() for tensor in index.tensors()] for index in indexes],
     }
     torch.save(data, path)
+
+
+def _is_chosen(index: BlockIndex, pattern: Pattern, ranges: MaskRanges, first: BlockIndex) -> bool:
+    """True if the pattern chose the index under this mask, with as many heads as the first one has."""
+    of_batch = (len(first.verticals), first.heads, first.block_size)
+    if (len(index.verticals), index.heads, index.block_size) != of_batch:
+        return False
+    try:
+        again = pattern.index([tensor.cpu() for tensor in index.tensors()], ranges, *of_batch)
+    except (ValueError, RuntimeError):  # by other tensors than this pattern has
+        return False
+    return type(again) is type(index) and _is_same(vars(again), vars(index))
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return torch.equal(a, b.cpu())
+    if isinstance(a, dict):
+        a, b = tuple(a.values()), tuple(b.values())
+    return all(map(_is_same, a, b)) if isinstance(a, tuple) else a == b
 
 
 def load_indexes(path: str | Path) -> tuple[MaskRanges, list[BlockIndex]]:

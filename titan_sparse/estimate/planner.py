@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention.context_parallel import group_cast_plan, layouts, ring_routing
-from titan_sparse.attention.context_parallel.needed_keys import met_blocks, met_chunks
+from titan_sparse.attention.context_parallel.needed_keys import goes_by_index
 from titan_sparse.attention.context_parallel.schedules import (
     RING,
     Moves,
@@ -283,7 +283,7 @@ class _Planner:
             # The mask alone determines what a dense pattern needs.
             needed = seen_blocks(layer.ranges, layer.table, layer.index.block_size)
         else:
-            needed = met_blocks(layer.ranges, layer.index, layer.table)
+            needed = layer.visits.met
         wanted = group_cast_plan.wanted_blocks(needed, layer.table, setting.inter, setting.intra)
 
         # [W, 1]: on own blocks, and on those of others, which come in equal stages.
@@ -336,8 +336,9 @@ class _Planner:
         ranges = self.layer.ranges
         table = self.layer.table
         # By the mask first, then by what the pattern chose.
-        seen = seen_chunks(ranges, table, index.block_size)
-        needed = met_chunks(seen, ranges, index, table, setting.layout)
+        needed = seen_chunks(ranges, table, index.block_size)
+        if goes_by_index(index, setting.layout):
+            needed = needed & self.layer.visits.met[:, table].any(-1)
         # By rank and step, the rank whose keys and values are computed on: int64 [W, W].
         sources = torch.tensor(setting.schedule.step_sources(setting.inter, setting.intra))
         return needed, by_step(self.layer.visits, sources, needed)

@@ -55,7 +55,7 @@ def haystack(documents: Documents, count: int) -> NDArray[np.int64]:
             raise ValueError("the text to hide needles in is empty; write another data.source")
         # Without the end-of-document token, and without what stands before each document.
         ids = documents[index % len(documents)].tokens[:-1]
-        begin = documents.begin
+        begin = documents.tokenizer.begin
         if len(begin) and np.array_equal(ids[: len(begin)], begin):
             ids = ids[len(begin) :]
         check_ids(ids, documents.tokenizer)

@@ -85,13 +85,12 @@ class MetricsLog:
         self.caps = CapCount()
         self.asked = asked_recall(config.attention)
         self.wandb_run = wandb_run
-        self.json = self.board = None
+        self.json: JsonLines | None = None
+        self.board: SummaryWriter | None = None
         if dist.get_rank() == 0:
             folder = config.training.output_dir
             os.makedirs(folder, exist_ok=True)
             self.json = JsonLines(os.path.join(folder, "metrics.jsonl"))
-            if self.section.tensorboard:
-                self.board = SummaryWriter(os.path.join(folder, "tensorboard"))
             if self.peak is None and device.type == "cuda":
                 logger.warning("mfu is not known: write metrics.peak_tflops for %s", name)
         # The first steps of a process compile.
@@ -107,6 +106,21 @@ class MetricsLog:
         self.tokens = 0
         self.counted_steps = 0
         self.left_out = 0.0
+
+    def go_back(self) -> None:
+        """The run goes on from an older checkpoint."""
+        if self.board is not None:
+            self.board.close()
+            self.board = None
+        self.start_interval()
+
+    def board_from(self, step: int) -> SummaryWriter | None:
+        """TensorBoard, on the first rank. A writer is opened at its first step, so that what an earlier
+        one wrote of that step and later ones is no longer shown: the run has left it."""
+        if self.board is None and self.json is not None and self.section.tensorboard:
+            folder = os.path.join(self.config.training.output_dir, "tensorboard")
+            self.board = SummaryWriter(folder, purge_step=step)
+        return self.board
 
     def leave_out(self, seconds: float) -> None:
         """Training has just waited so long for a save: save_seconds says so, no speed does."""
@@ -182,8 +196,8 @@ class MetricsLog:
             self.json.write(json_ready(record))
             if self.wandb_run is not None:
                 self.wandb_run.log(record)
-            if self.board is not None:
-                write_board(self.board, record, recorded)
+            if board := self.board_from(step):
+                write_board(board, record, recorded)
             logger.info(progress_line(record, self.steps, self._pace()))
         self.has_logged = True
         self.start_interval()
@@ -223,9 +237,9 @@ class MetricsLog:
         known = {tag: value for tag, value in values.items() if value is not None}
         if self.wandb_run is not None:
             self.wandb_run.log({"step": step, **known})
-        if self.board is not None:
+        if board := self.board_from(step):
             for tag, value in known.items():
-                self.board.add_scalar(tag, value, step)
+                board.add_scalar(tag, value, step)
 
     def close(self) -> None:
         for writer in filter(None, (self.json, self.board)):

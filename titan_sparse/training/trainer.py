@@ -419,7 +419,7 @@ class Trainer:
         if decision.goes_back:
             self._use_long_timeout()
             self.saved_step = self.recovery.go_back(problem)
-            self.metrics.start_interval()
+            self.metrics.go_back()
             self._use_short_timeout()
             return
         if problem and is_due:

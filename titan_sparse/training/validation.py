@@ -112,12 +112,13 @@ class Validator:
             lines.write(json_ready(record))
             lines.close()
             metrics.write_scalars(step, _scalars(record))
-            if metrics.board is not None and self.needles:
+            board = metrics.board_from(step)
+            if board is not None and self.needles:
                 for name in ("score", "correct"):
                     figure = pictures.needle_figure(record["needle"]["cells"], name)
-                    metrics.board.add_figure(f"validation_needle/{name}_by_depth", figure, step)
-            if metrics.board is not None and self.prompt is not None:
-                metrics.board.add_text("validation/text", f"    {record['text']}", step)
+                    board.add_figure(f"validation_needle/{name}_by_depth", figure, step)
+            if board is not None and self.prompt is not None:
+                board.add_text("validation/text", f"    {record['text']}", step)
             logger.info(_line(record))
         return record
 

@@ -14,7 +14,7 @@ from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.context_parallel import needed_keys
 from titan_sparse.attention.context_parallel.layouts import block_ids
-from titan_sparse.attention.context_parallel.needed_keys import met_chunks
+from titan_sparse.attention.context_parallel.needed_keys import met_blocks
 from titan_sparse.attention.masks.ranges import Causal, Documents
 from titan_sparse.attention.masks.visibility import seen_chunks
 from titan_sparse.attention.patterns import VerticalSlash
@@ -43,7 +43,8 @@ def test_chunks_that_no_diagonal_meets_are_not_needed(name, layout):
         ranges = MASKS[name].rows(SEQ_LEN)._replace(probe_seed=torch.tensor(seed))
         index = LOCAL.select(q, k, ranges, block_size=BLOCK)
         table = block_ids(layout, RANKS, SEQ_LEN, BLOCK)
-        needed = met_chunks(seen_chunks(ranges, table, BLOCK), ranges, index, table, layout)
+        met = met_blocks(ranges, index, table)[:, table].any(-1)
+        needed = met & seen_chunks(ranges, table, BLOCK)
         computed = computed_blocks(index, MASKS[name])
         assert torch.equal(needed, computed[table].any(1)[:, table].any(-1))
 

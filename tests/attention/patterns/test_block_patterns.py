@@ -13,9 +13,10 @@ from tests.attention.patterns.helpers import BLOCK, cases_of_masks
 from tests.attention.problems import PATTERNS, RANGES, SEQ_LEN
 from tests.distributed import run_processes
 from tests.reference import structured_qkv
+from tests.refusals import refused
 from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
-from titan_sparse.attention.patterns import MoBA, VerticalSlash, XAttention, moba, xattention
+from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash, XAttention, moba, xattention
 from titan_sparse.estimate.indexes import load_indexes, save_indexes
 from titan_sparse.kernels.block_sparse import Tiles
 
@@ -83,6 +84,36 @@ def test_indexes_in_a_file(tmp_path, pattern):
     save_indexes(tmp_path / "index.pt", pattern, case.mask.rows(157), [index])
     _, [read] = load_indexes(tmp_path / "index.pt")
     assert torch.equal(read.dense(case.mask), index.dense(case.mask))
+
+
+class Own(MoBA):
+    """A pattern that a file does not know."""
+
+
+def test_a_file_keeps_no_indexes_of_others(tmp_path):
+    """Of another pattern, other options, another mask, block size, or number of heads."""
+    q, k, _ = structured_qkv(1, 4, 2, 192, 8)
+    moba, xattention = MoBA(28, 2), XAttention(4, 0.6, 48)
+    rows = Causal().rows(192)
+    index = moba.select(q, k, rows, block_size=8)
+    others = [
+        (xattention, rows, [index]),
+        (Dense(), rows, [xattention.select(q, k, rows, block_size=8)]),
+        (MoBA(24, 2), rows, [index]),
+        (moba, Documents([100, 92]).rows(192), [index]),
+        (moba, Causal().rows(200), [index]),
+        (moba, rows, [index, moba.select(q, k, rows, block_size=16)]),
+        (moba, rows, [index, moba.select(q[:, :2], k, rows, block_size=8)]),
+        (moba, rows, []),
+    ]
+    for arguments in others:
+        with refused("not of this pattern, mask, or number of heads; write"):
+            save_indexes(tmp_path / "index.pt", *arguments)
+    with refused("write mask.rows"):
+        save_indexes(tmp_path / "index.pt", moba, Causal(), [index])
+    with refused("keeps indexes of dense, .*, not of Own"):
+        save_indexes(tmp_path / "index.pt", Own(28, 2), rows, [index])
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def test_a_cache_that_holds_more_than_it_says_is_refused():
 def test_masks_of_ours_beside_a_cache_are_refused():
     model = with_ours("qwen3", DEVICE).eval()
     cache = model(device_tokens(1, 20), use_cache=True).past_key_values
-    for masks in (AttentionMask(Causal()), {"full_attention": Causal()}):
+    for masks in (Causal(), AttentionMask(Causal()), {"full_attention": Causal()}):
         with refused("write use_cache=False"):
             model(device_tokens(1, 5), attention_mask=masks, past_key_values=cache)
 

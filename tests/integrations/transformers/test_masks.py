@@ -62,10 +62,10 @@ OWN_MASKS = [Documents(LENGTHS), documents(LENGTHS), Causal() & SlidingWindow(20
 
 
 @pytest.mark.parametrize("mask", [*OWN_MASKS, prefix_lm(LENGTHS, [5, 20, 3])])
+@pytest.mark.parametrize("wrap", [lambda x: x, AttentionMask, lambda x: x.rows(SEQ_LEN)])
 @pytest.mark.parametrize("name", ["llama", "granite"])
-def test_a_mask_of_ours_in_a_model_with_one_kind_of_layers(name, mask):
-    ours = AttentionMask(mask)
-    assert_close(*ours_and_eager(family(name), ours, added_to_scores(mask)))
+def test_a_mask_of_ours_in_a_model_with_one_kind_of_layers(name, wrap, mask):
+    assert_close(*ours_and_eager(family(name), wrap(mask), added_to_scores(mask)))
 
 
 def test_bounds_of_documents_may_stand_beside_positions():
@@ -88,9 +88,10 @@ def test_chunks_are_written_as_a_mask_of_their_own():
 
 @pytest.mark.parametrize("mask", OWN_MASKS, ids=["ranges", "slices", "window"])
 @pytest.mark.parametrize("resolved", [False, True])
-def test_layers_with_a_window_see_what_mask_and_window_allow(mask, resolved):
+@pytest.mark.parametrize("wrap", [lambda x: x, AttentionMask])
+def test_layers_with_a_window_see_what_mask_and_window_allow(mask, resolved, wrap):
     both = mask & SlidingWindow(WINDOW)
-    ours = AttentionMask(mask.rows(SEQ_LEN) if resolved else mask)
+    ours = wrap(mask.rows(SEQ_LEN) if resolved else mask)
     wanted = added_to_scores(both)
     assert_close(*ours_and_eager(family("mistral"), ours, wanted))
     wanted = {"full_attention": added_to_scores(mask), "sliding_attention": wanted}

@@ -154,6 +154,7 @@ REFUSED = [
     (partial(run, "llama", {"attention_dropout": 0.1}), "write config.attention_dropout = 0"),
     (partial(run_other, "GPT2Config"), "write config.attn_pdrop = 0 before you make the model"),
     (partial(run, "llama4", attention_mask=AttentionMask(Causal())), "not know of chunks; write"),
+    (partial(run, "llama4", attention_mask=Causal()), "not know of chunks; write"),
     (partial(run, "llama", {"is_causal": False}), "bidirectional"),
     (partial(run_other, "Gemma2Config"), "softcap"),
     (partial(run_other, "BloomConfig", n_head=2), 'would not use "titan_sparse"'),

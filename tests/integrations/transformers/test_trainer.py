@@ -27,6 +27,7 @@ from tests.integrations.transformers.trainer_runs import (
 )
 from tests.refusals import refused
 from titan_sparse import ContextParallel
+from titan_sparse.attention.masks import Causal
 from titan_sparse.integrations.transformers import AttentionSettings, register
 from titan_sparse.integrations.transformers.context_parallel import (
     ContextParallelConfig,
@@ -236,6 +237,7 @@ def test_the_trainer_comes_second():
         ({"labels": torch.zeros(1, 7)}, r"labels \[1, 7\] beside input_ids \[1, 50\]"),
         ({"pixel_values": torch.zeros(1, 3, 8, 8)}, "cut pixel_values .*; drop it"),
         ({"completion_mask": torch.ones(1, 50)}, "cut completion_mask .*; drop it"),
+        ({"attention_mask": Causal()}, "not Causal; leave it out, and write position_ids"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(changes, message):

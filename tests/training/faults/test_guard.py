@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -268,12 +269,14 @@ def _one_bad_step(folder: Path) -> None:
 
 def _go_back_once(folder: Path) -> None:
     """The run goes back, and on with the batches that come next."""
-    config = tiny_config(folder, "goes_back", **SETTINGS)
+    config = tiny_config(folder, "goes_back", **SETTINGS | {"metrics__tensorboard": True})
     trainer = Trainer(config)
     _poison(trainer, lambda update: update in (5, 6), math.nan)
     trainer.train()
     assert trainer.progress.times_gone_back == 1 and trainer.progress.skipped_updates == 2
     assert [line["step"] for line in metrics_of(config)] == [1, 2, 3, 4, 5, 6, 5, 6, 7]
+    losses = EventAccumulator(str(folder / "goes_back/tensorboard")).Reload().Scalars("Train/loss")
+    assert [event.step for event in losses] == [1, 2, 3, 4, 5, 6, 7]
 
     # By hand: the same start, then step 4's checkpoint, without the batches of steps 5 and 6.
     by_hand = tiny_config(folder, "goes_back_by_hand", **SETTINGS | {"training__steps": 4})

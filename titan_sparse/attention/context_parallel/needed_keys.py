@@ -21,8 +21,8 @@ they do with few ranks."""
 def needed_chunks(call: AttentionCall) -> Tensor:
     """bool [W, W] on the host: some query of rank r meets a block of rank s outside the verticals.
 
-    The mask is looked at once a batch. For what met_chunks() looks at, the host waits for the
-    selection.
+    The mask is looked at once a batch. Where the index is looked at too (goes_by_index), the host
+    waits for the selection.
     """
     table = call.cp.table(call.mask)
 
@@ -36,23 +36,14 @@ def needed_chunks(call: AttentionCall) -> Tensor:
     seen = once_per_mask(call.mask, ("needed", call.cp.key), seen_of_mask)
     if call.cp.route_by == "mask":
         return seen
-    return met_chunks(seen, call.mask, call.index, table, call.cp.layout)
-
-
-def met_chunks(
-    seen: Tensor, ranges: MaskRanges, index: BlockIndex, table: Tensor, layout: str
-) -> Tensor:
-    """Restrict `seen`, the chunks bool [W, W] that the mask lets ranks see, to those that slashes
-    of some head meet.
-
-    `seen` is returned unchanged where there is nothing to look at.
-    """
-    if layout not in _LAYOUTS_BY_INDEX or not index.shortens_rings:
+    if not goes_by_index(call.index, call.cp.layout):
         return seen
-    met = met_blocks(ranges, index, table)
-    # [W, blocks] -> [W, W, n]
-    by_owner = met[:, table]
-    return seen & by_owner.any(-1).cpu()
+    return seen & met_blocks(call.mask, call.index, table)[:, table].any(-1).cpu()
+
+
+def goes_by_index(index: BlockIndex, layout: str) -> bool:
+    """True if a chunk that the mask lets a rank see is needed only where some head computes a tile."""
+    return layout in _LAYOUTS_BY_INDEX and index.shortens_rings
 
 
 def needed_blocks(call: AttentionCall) -> Tensor:

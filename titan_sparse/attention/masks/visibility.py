@@ -18,6 +18,8 @@ from titan_sparse.attention.masks.slice_geometry import area, overlap, within_ru
 _BLOCK_BITS = 24
 """Blocks are numbered below 2**24."""
 _BLOCK_MASK = (1 << _BLOCK_BITS) - 1
+_TILES_AT_ONCE = 1 << 16
+"""How many cut tiles are counted query by query together, which bounds the memory."""
 
 
 class Reach(NamedTuple):
@@ -76,12 +78,28 @@ def seen_blocks(ranges: MaskRanges, table: Tensor, block_size: int) -> Tensor:
 
     table: int64 [W, n], the query blocks that each rank owns.
     """
-    k_blocks = torch.arange(ranges.start.shape[1] // block_size, device=table.device)
-    seen = []
-    for q_blocks in table:
-        pairs = tile_weights(ranges, q_blocks, k_blocks, block_size).pairs
-        seen.append((pairs > 0).flatten(0, 1).any(0))
-    return torch.stack(seen)
+    ranks = len(table)
+    blocks = ranges.start.shape[1] // block_size
+    if ranges.slices is not None:
+        k_blocks = torch.arange(blocks, device=table.device)
+        seen = []
+        for q_blocks in table:
+            pairs = tile_weights(ranges, q_blocks, k_blocks, block_size).pairs
+            seen.append((pairs > 0).flatten(0, 1).any(0))
+        return torch.stack(seen)
+    position = token_positions(table.flatten(), block_size)
+    # [Bm, tokens]: the run of blocks that each query sees adds 1 where it begins, and takes it away
+    # where it ends.
+    start, stop = ranges.start[:, position], ranges.stop[:, position]
+    sees_any = (start < stop).int()
+    rank = torch.arange(ranks, device=table.device).repeat_interleave(table.shape[1] * block_size)
+    changes = sees_any.new_zeros(ranks * (blocks + 1))
+    of_rank = rank * (blocks + 1)
+    first = of_rank + start // block_size
+    last = of_rank + (stop + block_size - 1) // block_size
+    changes.index_add_(0, first.flatten(), sees_any.flatten())
+    changes.index_add_(0, last.flatten(), -sees_any.flatten())
+    return changes.view(ranks, -1).cumsum(1)[:, :-1] > 0
 
 
 def seen_chunks(ranges: MaskRanges, table: Tensor, block_size: int) -> Tensor:
@@ -340,7 +358,12 @@ def _lines(slices: Tensor, size: int) -> tuple[Tensor, Tensor]:
 def tiles_between(
     ranges: MaskRanges, q_blocks: Tensor, k_blocks: Tensor, size: int
 ) -> TilesBetween:
-    """The tiles of global blocks int64 [nq] and [nk] of `size` tokens, each listed once."""
+    """The tiles of global blocks int64 [nq] and [nk] of `size` tokens, each listed once.
+
+    The host waits for the mask.
+    """
+    if ranges.slices is None:
+        return _tiles_between_ranges(ranges, q_blocks, k_blocks, size)
     tiles = tiles_of_slices(ranges, size)
     lines, others = q_blocks, k_blocks
     if tiles.lines_are_keys:
@@ -370,6 +393,29 @@ def tiles_between(
     if tiles.lines_are_keys:
         return TilesBetween(whole.mT, cuts.sequence, cuts.slice, other, line, cuts.pairs)
     return TilesBetween(whole, cuts.sequence, cuts.slice, line, other, cuts.pairs)
+
+
+def _tiles_between_ranges(
+    ranges: MaskRanges, q_blocks: Tensor, k_blocks: Tensor, size: int
+) -> TilesBetween:
+    """tiles_between() for a mask without slices, which counts as one slice."""
+    positions = token_positions(q_blocks, size)
+    reach = block_reach(ranges, positions, size)
+    k_blocks = k_blocks.int()
+    whole = seen_whole(reach, k_blocks, size)
+    cut = (reached(reach, k_blocks, size) & ~whole).nonzero()
+    # [Bm, nq, size]
+    start = ranges.start[:, positions].unflatten(1, (-1, size))
+    stop = ranges.stop[:, positions].unflatten(1, (-1, size))
+    pairs = []
+    for sequence, q, k in (some.unbind(1) for some in cut.split(_TILES_AT_ONCE)):
+        # [tiles, 1] and [tiles, size]
+        begin = k_blocks[k, None] * size
+        first = start[sequence, q].maximum(begin)
+        last = stop[sequence, q].minimum(begin + size)
+        pairs.append((last - first).clamp(min=0).sum(1))
+    sequence, q, k = cut.unbind(1)
+    return TilesBetween(whole, sequence, torch.zeros_like(q), q, k, torch.cat(pairs))
 
 
 def _tile(line: Tensor, other: Tensor, size: int) -> Tensor:

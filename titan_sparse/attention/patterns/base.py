@@ -99,10 +99,20 @@ class BlockIndex:
         alike = self.heads // some.shape[1]
         return some.sum(1, dtype=torch.int32) * alike, every.sum(1, dtype=torch.int32) * alike
 
+    def heads_selecting_whole(self, q_blocks: Tensor, k_blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """heads_selecting() of blocks in a row, where the mask lets all of the queries see all of the
+        keys. On the CPU."""
+        return self.heads_selecting(q_blocks, k_blocks)
+
     def covers(self, q_blocks: Tensor, verticals: Tensor) -> Tensor:
         """bool [B, Hq, nq, C]: the vertical [B, Hq, C] lies in a block that the query block computes
         whole. Only patterns with verticals have it."""
         raise NotImplementedError
+
+    def vertical_pairs_by_block(self, ranges: MaskRanges) -> Tensor:
+        """Pairs of the queries of each block with verticals outside the tiles that it computes, of all
+        sequences and heads together: int64 [blocks]. On the CPU."""
+        return torch.zeros_like(self.all_blocks())
 
     def of_heads(self, heads: slice) -> "BlockIndex":
         fields = {name: getattr(self, name)[:, heads].contiguous() for name in self.by_head}

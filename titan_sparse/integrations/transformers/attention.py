@@ -144,7 +144,7 @@ def make_mask(
     q_length: int,
     kv_length: int,
     mask_function: Callable,
-    attention_mask: Tensor | AttentionMask | None = None,
+    attention_mask: Tensor | AttentionMask | Mask | MaskRanges | None = None,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     **kwargs,
@@ -159,6 +159,8 @@ def make_mask(
     if isinstance(attention_mask, LayerMask):
         # generate() with a static cache asks us first, and the model asks again.
         return attention_mask
+    if isinstance(attention_mask, Mask | MaskRanges):
+        attention_mask = AttentionMask(attention_mask)
     rule = read_rule(mask_function)
     check_rope(kwargs.get("config"), settings.ranks)
     # Beside an AttentionMask, no cache means a kv_length of 0. Several tokens may meet an empty static

@@ -175,6 +175,12 @@ class AttentionMask:
         raise ValueError(_CHUNKS)
 
 
+# A model hands on our masks as they are, too.
+for _kind in (Mask, MaskRanges):
+    for _asked in ("ndim", "shape", "contiguous", "cumsum"):
+        setattr(_kind, _asked, vars(AttentionMask)[_asked])
+
+
 @dataclass(eq=False)
 class LayerMask(AttentionMask):
     """The mask of the layers of one kind. Made by our mask function, once a forward for each kind.

@@ -109,6 +109,12 @@ def _check(batch: Mapping[str, Any]) -> None:
             "context parallelism cuts input_ids, and the batch has none; "
             "write input_ids in place of inputs_embeds"
         )
+    mask = batch.get("attention_mask")
+    if not isinstance(mask, Tensor | None):
+        raise ValueError(
+            f"context parallelism cuts an attention_mask [B, S] of 0 and 1, not {type(mask).__name__}; "
+            "leave it out, and write position_ids that are 0 where a document begins"
+        )
     shape = batch["input_ids"].shape
     for key, value in batch.items():
         if key in FOR_OTHER_KERNELS or not isinstance(value, Tensor) or value.ndim == 0:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask
+from titan_sparse.attention.masks.visibility import queries_seeing
 from titan_sparse.attention.patterns.base import BlockIndex, Pattern
 from titan_sparse.attention.patterns.spans import (
     Spans,
@@ -58,10 +59,63 @@ class VerticalSlashIndex(BlockIndex):
         selecting = self._at_slashes(heads_with_slash, self.heads, q_blocks, k_blocks)[:, 0]
         return selecting, selecting
 
+    def heads_selecting_whole(self, q_blocks: Tensor, k_blocks: Tensor) -> tuple[Tensor, Tensor]:
+        # All of these queries are in one document. Each sees the slashes one place further than the
+        # query before it, so that one list holds what all of them see.
+        least, most = int(q_blocks[0] - k_blocks[-1]), int(q_blocks[-1] - k_blocks[0])
+        selecting = []
+        spans = self.block_spans(q_blocks[:1])[:, 0].tolist()
+        for slashes, (begin, *_, dense_from) in zip(self.slashes, spans):
+            if k_blocks[0] >= dense_from:
+                heads = torch.full((most - least + 1,), self.heads, dtype=torch.int32, device="cpu")
+            else:
+                heads = slashes[:, begin + least : begin + most + 1].sum(0, dtype=torch.int32)
+            # By distance to the last query, which then comes first.
+            selecting.append(heads.flip(0).unfold(0, len(k_blocks), 1).flip(0))
+        # [B, nq, nk]
+        of_sequences = torch.stack(selecting)
+        return of_sequences, of_sequences
+
     def covers(self, q_blocks: Tensor, verticals: Tensor) -> Tensor:
         # [B, Hq, 1, C]
         k_blocks = (verticals // self.block_size)[:, :, None]
         return self._at_slashes(self.slashes, 1, q_blocks, k_blocks)
+
+    def vertical_pairs_by_block(self, ranges: MaskRanges) -> Tensor:
+        size = self.block_size
+        spans = self.spans
+        position = self.verticals.flatten(1).long()
+        # [B, Hq C]: the span of each vertical. Short documents are computed whole.
+        span = torch.searchsorted(spans.stop, position, right=True)
+        known = span.clamp(max=spans.start.shape[1] - 1)
+        in_span = (span == known) & (lookup(spans.start, known) <= position)
+        # Which queries see it. Lists are filled up with the sequence length, which none sees.
+        first, stop = queries_seeing(ranges, position)
+        counted = (first < stop) & in_span
+        # [n] each: for query block q, the slash of the vertical's block is entry `at` + q.
+        lists = torch.arange(self.slashes.shape[:2].numel(), device="cpu") * self.slashes.shape[2]
+        at = lists.view(-1, self.heads, 1).expand_as(self.verticals).flatten(1)
+        at = at + lookup(spans.offset, known) - position // size
+        first, stop, at = (x[counted].long() for x in (first, stop, at))
+        first_block, last_block = first // size, (stop - 1) // size
+
+        # [blocks]: every query block between the first and the last one sees it whole.
+        is_slash = self.slashes.flatten().int()
+        covered = torch.zeros(len(self.all_blocks()), dtype=torch.int32, device="cpu")
+        rows, slashes = covered.numpy(), is_slash.numpy()
+        for entry, begin, end in zip(at.tolist(), (first_block + 1).tolist(), last_block.tolist()):
+            rows[begin:end] += slashes[entry + begin : entry + end]
+        covered = covered.long() * size
+        in_first = stop.minimum((first_block + 1) * size) - first
+        in_last = (stop - last_block * size) * (first_block < last_block)
+        for block, queries in ((first_block, in_first), (last_block, in_last)):
+            covered.index_add_(0, block, queries * is_slash[at + block])
+
+        # [S + 1]: how many verticals each query sees.
+        tokens = len(covered) * size
+        changes = first.bincount(minlength=tokens) - stop.bincount(minlength=tokens + 1)[:tokens]
+        seeing = changes.cumsum(0).view(-1, size).sum(1)
+        return seeing - covered
 
     def _at_slashes(
         self, values: Tensor, value_of_short: int, q_blocks: Tensor, k_blocks: Tensor
