@@ -75,16 +75,22 @@ def test_the_script_takes_a_saved_index(config, tmp_path, capsys):
     rows = Causal().rows(1024)
     pattern = VerticalSlash(recall=0.5, sinks=3)
     torch.manual_seed(0)
-    q = torch.randn(1, 2, 1024, 8)
-    index = pattern.select(q, torch.randn(1, 1, 1024, 8), rows, block_size=64)
+    q = torch.randn(1, 4, 1024, 8)
+    index = pattern.select(q, torch.randn(1, 2, 1024, 8), rows, block_size=64)
     path = str(tmp_path / "index.pt")
     save_indexes(path, pattern, rows, [index, index])
     found = _plans(tmp_path, config, "--ranks", "4", "--index", path)
     pairs = index.dense(Causal()).sum().item()
     assert sum(found["plans"][0]["pairs_of_rank"]) == pytest.approx(pairs)
-    assert found["density"] == pytest.approx(pairs / (2 * 1024 * 1025 / 2))
-    words = f"--ranks 4 --seq-len 512 --index {path}".split()
-    assert "--seq-len 512" in error_of(capsys, main, config, *words)
+    assert found["density"] == pytest.approx(pairs / (4 * 1024 * 1025 / 2))
+    for words, message in (
+        ("--seq-len 512", "--seq-len 512 is not that of --index, 1024"),
+        ("--training.seq_len 1024", "training.seq_len would be ignored, as --index decides"),
+        ("--attention.block_size 128", "has blocks of 64 tokens; write --attention.block_size 64"),
+        ("--model.flavour qwen3-8b", "has 4 heads, and the model 32"),
+    ):
+        refused = error_of(capsys, main, config, *f"--ranks 4 --index {path} {words}".split())
+        assert message in refused
 
 
 @pytest.mark.parametrize("words", ["", "--attention.pattern dense --documents ragged"])
@@ -103,6 +109,15 @@ def test_the_file_is_the_first_word(config, capsys):
     [
         ("--config other.toml", "--config is not an option here; write titan-sparse plan FILE"),
         ("--ranks 6 --nodes 4", "another --nodes"),
+        ("--print-config", "flags of train.py would be ignored"),
+        ("--ranks 2 --parallelism.cp 4", "cp would be ignored, as --ranks decides over it"),
+        ("--nodes 1 --parallelism.cp_intra 4", "cp_intra would be ignored, as --nodes decides"),
+        ("--layout zigzag --attention.layout zigzag", "layout would be ignored, as --layout"),
+        ("--schedule ring --attention.schedule ring", "schedule would be ignored, as --schedule"),
+        ("--seq-len 9 --training.seq_len 9", "seq_len would be ignored, as --seq-len decides"),
+        ("--attention.mask documents", "mask would be ignored, as --documents, or one"),
+        ("--attention.vertical_slash.recall 0.5", "recall would be ignored, as no plan depends"),
+        ("--parallelism.dp_shard 1", "dp_shard would be ignored, as no plan depends on it"),
         ("--constants missing.json", "--constants missing.json"),
         ("--training.sequence 5", "unknown key"),
         ("--schedule local --ranks 2", "local"),
