@@ -76,13 +76,13 @@ _OF_TRAINING = (
     *("training.max_norm", "training.mlp_chunk_tokens", "training.output_dir", "training.seed"),
     *("training.steps", "training.stop_grace_seconds", "training.z_loss"),
 )
-"""Beginnings of the keys that only training reads. They stand in a run's file."""
+"""The keys that only training reads, or the sections of them. They stand in a run's file."""
 
 _OF_TEXTS = (
     *("data.bad_rows", "data.format", "data.join_packages", "data.loss_on", "data.messages_field"),
     *("data.min_document_length", "data.source", "data.split", "data.subset", "data.text_field"),
 )
-"""Beginnings of the keys that say which texts are read."""
+"""The keys that say which texts are read."""
 
 
 def load_for_evaluation(
@@ -105,8 +105,8 @@ def load_for_evaluation(
     ignored = {"what only training reads": _OF_TRAINING}
     if not reads_text:
         ignored["what says which texts are read, as none are"] = _OF_TEXTS
-    for kind, beginnings in ignored.items():
-        keys = [key for key in asked if key.startswith(beginnings)]
+    for kind, names in ignored.items():
+        keys = [key for key in asked if key in names or f"{key.partition('.')[0]}." in names]
         require(not keys, f"command line: {', '.join(keys)} would be ignored; leave out {kind}")
     if hf:
         config.model.initial_hf = local_folder(hf, "model", weights=True)
@@ -130,8 +130,10 @@ def load_for_evaluation(
     for key in of_attention.split():
         if config.parallelism.cp == 1 or f"attention.{key}" not in given:
             setattr(config.attention, key, getattr(defaults.attention, key))
-    for section in "activation_checkpoint float8 compile optimizer validation checkpoint".split():
-        setattr(config, section, getattr(defaults, section))
+    for name in _OF_TRAINING:
+        # Whole sections.
+        if name.endswith("."):
+            setattr(config, name[:-1], getattr(defaults, name[:-1]))
     data = config.data
     if reads_text:
         data.source = single_source(data.source, "data.source", data.format)

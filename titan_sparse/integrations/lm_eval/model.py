@@ -127,6 +127,7 @@ class TitanSparseLM(TemplateLM):
             )
             self.tokenizer = read_tokenizer(name)
             own = open_tokenizer(self.config)
+            self.tokenizer.split_special_tokens = own.split_special_tokens
             self._use_template(own)
             self.scorer = build_scorer(self.config, step, own)
             self.ends = self.scorer.ends
