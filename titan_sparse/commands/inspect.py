@@ -16,7 +16,7 @@ import json
 from pathlib import Path
 
 from titan_sparse.commands import in_tokens, parser_of, positive, refuses
-from titan_sparse.commands.evaluate import origin_of, parse_with_weights
+from titan_sparse.commands.evaluate import origin_of, parse_with_weights, refuse_ignored
 from titan_sparse.config import Config, check, world_from_environment
 from titan_sparse.config.reading import layers_of, require
 from titan_sparse.data import open_tokenizer
@@ -74,7 +74,14 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
     add("--seed", type=int, default=0, help="of the random queries")
     add("--out", default="inspection", help="folder to write")
     args, config = parse_with_weights(parser, words)
-    args.length = args.length or config.training.seq_len
+    refuse_ignored(
+        words,
+        {
+            "training.seq_len": "with --length" if args.length else "",
+            "data.min_document_length": "as --length decides which document is read",
+        },
+    )
+    args.length = config.training.seq_len = args.length or config.training.seq_len
     require(
         args.length >= 2 * config.attention.block_size,
         f"--length {args.length} is below two blocks; write "

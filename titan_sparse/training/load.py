@@ -17,6 +17,7 @@ from titan_sparse.config import (
     Compile,
     Config,
     Data,
+    Lora,
     world_from_environment,
 )
 from titan_sparse.config.changes import read_saved
@@ -110,6 +111,8 @@ def load_for_evaluation(
         require(not keys, f"command line: {', '.join(keys)} would be ignored; leave out {kind}")
     if hf:
         config.model.initial_hf = local_folder(hf, "model", weights=True)
+        config.model.random_weights = False
+        config.lora = Lora()
     if checkpoint and "data.add_bos" not in given:
         config.data.add_bos &= _was_begun(checkpoint)
     if dense:
@@ -146,10 +149,10 @@ def load_for_evaluation(
     # Each window and each prompt is of one document.
     config.data.sequences = "fixed"
     config.training.mlp_chunk_tokens = 0
-    reasons = {
-        "attention.pattern": "attention is dense",
-        "model.initial_hf": f"the weights are those of {show(hf)}",
-    }
+    weights = ["model.initial_hf", "model.random_weights"]
+    weights += [key for key in KINDS if key.startswith("lora.")]
+    reasons = dict.fromkeys(weights, f"the weights are those of {show(hf)}")
+    reasons["attention.pattern"] = "attention is dense"
     for key, reason in reasons.items():
         require(
             attrgetter(key)(config) == asked.get(key, attrgetter(key)(config)),
