@@ -218,6 +218,11 @@ def test_other_weights_and_patterns_than_those_that_are_evaluated_are_refused(tm
     assert config.attention.pattern == "dense"
     with refused('attention.pattern = "xattention" would be ignored, as attention is dense; leave'):
         parse([*of_run, "--checkpoint=run", "--attention=dense", "--attention.pattern=xattention"])
+    recall = "--attention.vertical_slash.recall=0.5"
+    with refused('recall would be ignored with attention.pattern = "dense"; leave it out'):
+        parse([*of_run, "--checkpoint=run", "--attention=dense", recall])
+    with refused('recall would be ignored with attention.pattern = "moba"; leave it out'):
+        parse([*of_run, "--checkpoint=run", recall])
     with refused('model.initial_hf = "a" would be ignored, as the weights are those of "b"; leave'):
         parse([*of_run, "--hf=b", "--model.initial_hf=a"])
     for given in ("model.random_weights=true", "lora.rank=4", "lora.alpha=4"):

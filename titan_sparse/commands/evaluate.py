@@ -22,14 +22,20 @@ import torch.distributed as dist
 
 from titan_sparse.commands import in_tokens, parser_of, positive, refuses
 from titan_sparse.config import Config, check, world_from_environment
-from titan_sparse.config.reading import given_keys, lengths_of, require
+from titan_sparse.config.reading import lengths_of, require
 from titan_sparse.data import Tokenizer, open_tokenizer
 from titan_sparse.data.documents import open_documents
 from titan_sparse.evaluation import needle, pictures, position
 from titan_sparse.evaluation.answers import Sample, score_samples
 from titan_sparse.evaluation.scorer import Sequence
 from titan_sparse.training.attention import sparse_from
-from titan_sparse.training.load import build_scorer, find_checkpoint, load_for_evaluation
+from titan_sparse.training.load import (
+    build_scorer,
+    find_checkpoint,
+    load_for_evaluation,
+    of_other_patterns,
+    refuse_ignored,
+)
 from titan_sparse.training.metrics import json_ready
 
 TASKS = ("position", "needle")
@@ -99,16 +105,6 @@ def parse_with_weights(
     return args, load_for_evaluation(of_run, args.hf, is_dense, args.checkpoint)
 
 
-def refuse_ignored(words: list[str], reasons: dict[str, str]) -> None:
-    """Raises ConfigError for a key among `words` that has a reason why it would be ignored."""
-    given = given_keys(words)
-    for key, reason in reasons.items():
-        require(
-            key not in given or not reason,
-            f"command line: {key} would be ignored {reason}; leave it out",
-        )
-
-
 def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
     """Options, and the checked configuration to evaluate with. Raises ConfigError, one line."""
     parser = parser_of(__doc__)
@@ -154,6 +150,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
     refuse_ignored(
         words,
         {
+            **of_other_patterns(config),
             "training.seq_len": "with --lengths" if args.lengths else "",
             "data.min_document_length": "" if "position" in args.tasks else "with --tasks needle",
         },

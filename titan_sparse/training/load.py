@@ -4,6 +4,7 @@ folder."""
 import dataclasses
 import math
 import os
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 
@@ -159,6 +160,22 @@ def load_for_evaluation(
             f"command line: {key} = {show(asked.get(key))} would be ignored, as {reason}; leave it out",
         )
     return config
+
+
+def refuse_ignored(words: Iterable[str], reasons: dict[str, str]) -> None:
+    """Raises ConfigError for a key among `words` that has a reason why it would be ignored."""
+    for key in sorted(given_keys(words)):
+        reason = reasons.get(key)
+        require(not reason, f"command line: {key} would be ignored {reason}; leave it out")
+
+
+def of_other_patterns(config: Config) -> dict[str, str]:
+    """The options of patterns that `config` does not use, and the reason why they would be ignored."""
+    pattern = config.attention.pattern
+    # Only patterns have sections within a section.
+    keys = (key for key in KINDS if key.count(".") > 1)
+    reason = f"with attention.pattern = {show(pattern)}"
+    return {key: reason for key in keys if not key.startswith(f"attention.{pattern}.")}
 
 
 def _leave_out_others(config: Config, words: list[str]) -> None:

@@ -310,6 +310,10 @@ def test_no_group_of_processes_is_needed_to_refuse(tmp_path):
         ({"pretrained": folder, "max_length": "long"}, "write for example 4096 or 128k"),
         ({"pretrained": folder, "add_bos_token": "no"}, "add_bos_token = no is neither true nor"),
         ({"pretrained": folder, "attention.patern": "moba"}, "attention.pattern"),
+        (
+            {"pretrained": folder, "attention.moba.top_k": 3},
+            'top_k would be ignored with attention.pattern = "dense"',
+        ),
         ({"pretrained": folder, "device": "gpu"}, "training.device"),
         ({"pretrained": folder, "device": 0}, "training.device"),
     ):
