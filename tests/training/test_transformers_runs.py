@@ -91,6 +91,15 @@ def test_compiled_recomputed_and_resumed_runs_are_alike(folder, name, backend) -
         assert_alike(folder, f"{name}-{run_name}", f"{name}-one")
 
 
+@pytest.mark.parametrize("compiles", [False, True])
+def test_experts_run_in_float64(folder, compiles) -> None:
+    wide = {"training.dtype": "float64", "compile.enable": compiles}
+    if compiles:
+        wide["compile.backend"] = "aot_eager"
+    train(folder, "mixtral", f"wide-{compiles}", wide)
+    assert_alike(folder, f"mixtral-wide-{compiles}", "mixtral-one")
+
+
 def test_a_hybrid_model_reads_joined_documents_as_transformers_does(folder: Path) -> None:
     joined = {"attention.mask": "causal_across_documents", "optimizer.lr": 1e-30}
     train(folder, "qwen3_5", "joined", joined)

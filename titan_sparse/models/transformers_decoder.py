@@ -176,8 +176,9 @@ class TransformersDecoder(nn.Module):
         # [B, S, hidden_size]
         x = self.embed_tokens(tokens)
         if x.dtype == torch.float64:
-            # Grouped matmuls of experts do not take it.
-            self.their_config._experts_implementation = "eager"
+            # Grouped matmuls of experts do not take it. A loop over experts cannot be compiled.
+            compiled = any(layer._compiled_call_impl for layer in self.layers.values())
+            self.their_config._experts_implementation = "batched_mm" if compiled else "eager"
         if self.embedding_multiplier != 1.0:
             x = x * self.embedding_multiplier
         router_logits: list[Tensor] = []
