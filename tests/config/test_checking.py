@@ -82,6 +82,7 @@ IGNORED = {
     "--validation.windows 3": "validation.enable",
     "--validation.needle_depths 3 --validation.enable": "validation.needle_lengths",
     "--validation.split x --validation.enable": "validation.source",
+    "--validation.split x --validation.enable --validation.source a.txt": "validation.source",
 }
 """Words whose first option does nothing -> the key that is the reason."""
 

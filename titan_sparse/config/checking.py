@@ -19,7 +19,13 @@ from titan_sparse.config.reading import (
     show,
 )
 from titan_sparse.config.sections import Attention, Config, Data, Flags, Parallelism, Validation
-from titan_sparse.config.sources import has_chats, single_source, source_formats, source_weights
+from titan_sparse.config.sources import (
+    has_chats,
+    is_local,
+    single_source,
+    source_formats,
+    source_weights,
+)
 from titan_sparse.config.start import world_from_environment, world_of
 from titan_sparse.models.config import DecoderConfig, resolve_adapters
 from titan_sparse.models.flavours import resolve
@@ -471,7 +477,7 @@ _RULES = (
     Rule(
         "validation.split",
         "validation.source",
-        lambda config: (config.validation.source or config.data.source) == "python",
+        lambda config: is_local(config.validation.source or config.data.source),
     ),
 )
 
