@@ -28,7 +28,11 @@ PRIVATE = {
         "refusals: whether DeepSpeed's ALST runs"
     ),
     "transformers.PretrainedConfig ._attn_implementation": "the name of the attention function that a model was given",
+    "torch.nn.Module ._compiled_call_impl": "transformers_decoder.py: whether layers are compiled",
     "torch.distributed.ProcessGroup ._device_types": HANGS,
+    "transformers.PretrainedConfig ._experts_implementation": (
+        "transformers_decoder.py: what computes experts, as grouped matmuls do not take float64"
+    ),
     "torch.nn.Module ._forward_pre_hooks": "linear.py: hooks must not be registered twice",
     "torch.distributed.ProcessGroup ._get_backend": HANGS,
     "torch._C._distributed_c10d.Backend ._get_sequence_number_for_group": HANGS,

@@ -259,3 +259,18 @@ def test_opcheck():
     assert set(result.values()) == {"SUCCESS"}
     with pytest.raises(ValueError, match="join"):
         ops.attend_forward(*leaves, *second)
+
+
+def test_what_another_process_has_exported_is_refused_in_one_line(monkeypatch):
+    """Keys of options live in the process that has traced the call."""
+
+    class Attention(nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            return attend(q, q, q, pattern=VerticalSlash(recall=0.41), block_size=BLOCK)
+
+    q = _input(0).unflatten(-1, (4, -1)).transpose(1, 2)
+    exported = torch.export.export(Attention(), (q,)).module()
+    torch.testing.assert_close(exported(q), Attention()(q))
+    monkeypatch.setattr(one_rank(BLOCK), "calls", {})
+    with pytest.raises(RuntimeError, match="traced in another process.*trace the model where"):
+        exported(q)

@@ -132,7 +132,11 @@ def test_nothing_is_measured_where_nothing_is_sparse(folder, capsys):
 
 
 @pytest.mark.parametrize(
-    "word", ["--optimizer.lr=1", "--attention.vertical_slash.recall=0.5", "--validation.every=3"]
+    "word",
+    [
+        *("--optimizer.lr=1", "--attention.vertical_slash.recall=0.5", "--validation.every=3"),
+        *("--guard.enable=false", "--lr_scheduler.decay_type=linear"),
+    ],
 )
 def test_what_it_would_ignore_is_refused(folder, capsys, word):
     error = error_of(capsys, main, *_words(folder, "none"), word)

@@ -115,6 +115,8 @@ EVALUATE = {
     "--buckets 441": "--buckets 441 is above 440",
     "--tasks needle": "--buckets would be ignored with --tasks needle; leave it out",
     "--tasks position --seed 1": "--seed would be ignored with --tasks position",
+    "--tasks needle --buckets 16 --data.min_document_length 9": "length would be ignored with --tasks needle",
+    "--training.seq_len 4k": "training.seq_len would be ignored with --lengths; leave it out",
     "--dry-run": "flags of train.py would be ignored",
     "--data.source a:1,b:1": 'evaluation reads one source; write one of its parts, such as data.source = "a"',
     "--data.source a:1,b:1 --data.format messages,text": 'such as data.source = "a" and data.format = "messages"',
@@ -125,6 +127,8 @@ INSPECT = {
     "--rows 0": "--rows: 0 is too small",
     "--length -1": "--length: -1 is not a number of tokens",
     "--length 20": "--length 20 is below two blocks",
+    "--length 4k --training.seq_len 4k": "seq_len would be ignored with --length; leave it out",
+    "--data.min_document_length 9": "length would be ignored as --length decides which document",
     "--parallelism.cp 2": "one process inspects the whole",
     "": "holds no complete checkpoint",
 }
@@ -154,7 +158,9 @@ def test_ranks_of_this_launch_take_the_place_of_others(
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     words = ["--config", str(tmp_path / "run/config.toml"), "--checkpoint", "run"]
-    args, evaluated = parse([*words, "--lengths", "128,1k"])
+    # A probe may be longer than the sequences of training.
+    probe = ["--attention.vertical_slash.probe=1k", "--attention.vertical_slash.dense_below=1k"]
+    args, evaluated = parse([*words, "--lengths", "128,1k", *probe])
     assert args.lengths == [128, 1024]
     parallelism = evaluated.parallelism
     assert (parallelism.cp, parallelism.dp_replicate, parallelism.dp_shard) == (shared, 1, -1)
@@ -212,8 +218,16 @@ def test_other_weights_and_patterns_than_those_that_are_evaluated_are_refused(tm
     assert config.attention.pattern == "dense"
     with refused('attention.pattern = "xattention" would be ignored, as attention is dense; leave'):
         parse([*of_run, "--checkpoint=run", "--attention=dense", "--attention.pattern=xattention"])
+    recall = "--attention.vertical_slash.recall=0.5"
+    with refused('recall would be ignored with attention.pattern = "dense"; leave it out'):
+        parse([*of_run, "--checkpoint=run", "--attention=dense", recall])
+    with refused('recall would be ignored with attention.pattern = "moba"; leave it out'):
+        parse([*of_run, "--checkpoint=run", recall])
     with refused('model.initial_hf = "a" would be ignored, as the weights are those of "b"; leave'):
         parse([*of_run, "--hf=b", "--model.initial_hf=a"])
+    for given in ("model.random_weights=true", "lora.rank=4", "lora.alpha=4"):
+        with refused(f"{given.partition('=')[0]} = .* would be ignored, as the weights are those"):
+            parse([*of_run, "--hf=b", f"--{given}"])
     with refused("optimizer.lr, metrics.log_every would be ignored; leave out what only training"):
         parse([*of_run, "--checkpoint=run", "--optimizer.lr=1", "--metrics.log_every=1"])
 

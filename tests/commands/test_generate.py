@@ -138,6 +138,10 @@ def test_a_letter_arrives_when_it_is_whole():
         (["a", "--dry-run"], "flags of train.py would be ignored"),
         (["a", "--data.source=b"], "data.source would be ignored; leave out what says which"),
         (["a", "--training.steps=2"], "training.steps would be ignored; leave out what only"),
+        (["a", "--training.seq_len=9"], "training.seq_len would be ignored as the prompt is as"),
+        (["a", "--training.loss_chunk_tokens=9"], "chunk_tokens would be ignored as there is no"),
+        (["a", "--data.add_bos=false"], "data.add_bos would be ignored with a chat template"),
+        (["a", "--attention.moba.top_k=9"], 'would be ignored with attention.pattern = "dense"'),
     ],
 )
 def test_what_cannot_be_generated_is_refused(model, capsys, words, reason):

@@ -88,6 +88,7 @@ def test_options_and_refused_combinations_are_printed(capsys):
     assert '* attention.backend = "cudnn" does not go with attention.pattern' in printed
     assert 'attention.schedule = "double_ring" does not go with parallelism.cp = 1' in printed
     assert "attention.blocks" in error_of(capsys, options.main, "--attention.blocks", "100")
+    assert "flags of train.py would be ignored" in error_of(capsys, options.main, "--dry-run")
 
 
 COLOR = re.compile("\033\\[\\d+m")

@@ -86,6 +86,7 @@ def test_the_script_takes_a_saved_index(config, tmp_path, capsys):
     assert found["density"] == pytest.approx(pairs / (4 * 1024 * 1025 / 2))
     for words, message in (
         ("--seq-len 512", "--seq-len 512 is not that of --index, 1024; leave it out"),
+        ("--training.seq_len 1024", "training.seq_len would be ignored, as --index decides"),
         ("--attention.block_size 128", "not that of --index; write --attention.block_size 64"),
         ("--model.flavour qwen3-0.6b", "of a model with 4 heads, not 16"),
     ):
@@ -119,6 +120,15 @@ def test_the_file_is_the_first_word(config, capsys):
     [
         ("--config other.toml", "--config is not an option here; write titan-sparse plan FILE"),
         ("--ranks 6 --nodes 4", "another --nodes"),
+        ("--print-config", "flags of train.py would be ignored"),
+        ("--ranks 2 --parallelism.cp 4", "cp would be ignored, as --ranks decides over it"),
+        ("--nodes 1 --parallelism.cp_intra 4", "cp_intra would be ignored, as --nodes decides"),
+        ("--layout zigzag --attention.layout zigzag", "layout would be ignored, as --layout"),
+        ("--schedule ring --attention.schedule ring", "schedule would be ignored, as --schedule"),
+        ("--seq-len 9 --training.seq_len 9", "seq_len would be ignored, as --seq-len decides"),
+        ("--attention.mask documents", "mask would be ignored, as --documents, or one"),
+        ("--attention.vertical_slash.recall 0.5", "recall would be ignored, as no plan depends"),
+        ("--parallelism.dp_shard 1", "dp_shard would be ignored, as no plan depends on it"),
         ("--constants missing.json", "--constants missing.json"),
         ("--training.sequence 5", "unknown key"),
         ("--schedule local --ranks 2", "local"),

@@ -71,11 +71,18 @@ IGNORED = {
     "--optimizer.beta1 0.8 --optimizer.name SGD": "optimizer.name",
     "--float8.recipe tensorwise": "float8.enable",
     "--lora.alpha 8": "lora.rank",
+    "--compile.backend aot_eager": "compile.enable",
+    "--guard.max_rollbacks 3 --guard.enable false": "guard.enable",
+    "--guard.average_steps 3 --guard.spike_factor 0": "guard.spike_factor",
+    "--lr_scheduler.decay_type linear --lr_scheduler.decay_ratio 0": "lr_scheduler.decay_ratio",
+    "--lr_scheduler.min_lr_factor 1 --lr_scheduler.decay_ratio 0": "lr_scheduler.decay_ratio",
     "--checkpoint.initial_load_path a": "checkpoint.enable",
+    "--metrics.recall_rows 8 --metrics.recall_every 0": "metrics.recall_every",
     "--metrics.pictures_every 10 --metrics.tensorboard false": "metrics.tensorboard",
     "--validation.windows 3": "validation.enable",
     "--validation.needle_depths 3 --validation.enable": "validation.needle_lengths",
     "--validation.split x --validation.enable": "validation.source",
+    "--validation.split x --validation.enable --validation.source a.txt": "validation.source",
 }
 """Words whose first option does nothing -> the key that is the reason."""
 

@@ -1,7 +1,6 @@
 """Whole runs of transformers' own code: compiled, recomputed, resumed, spread, and exported."""
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,7 +45,6 @@ ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 def train_wide(folder: Path, name: str, run_name: str, settings: dict[str, object]) -> None:
     """In float64, where transformers' casts to float32 change nothing."""
-    from_config = transformers.AutoModelForCausalLM.from_config
     to = torch.Tensor.to
     to_float = torch.Tensor.float
 
@@ -59,9 +57,6 @@ def train_wide(folder: Path, name: str, run_name: str, settings: dict[str, objec
         patch.setattr(
             torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else to_float(x)
         )
-        # Grouped matmuls of experts do not take float64.
-        looped = partial(from_config, experts_implementation="eager")
-        patch.setattr(transformers.AutoModelForCausalLM, "from_config", looped)
         train(folder, name, run_name, {"training.dtype": "float64", **settings})
 
 
@@ -94,6 +89,15 @@ def test_compiled_recomputed_and_resumed_runs_are_alike(folder, name, backend) -
         train(folder, name, "recomputed", recompute | {"training.steps": steps})
     for run_name in ("selective", "recomputed"):
         assert_alike(folder, f"{name}-{run_name}", f"{name}-one")
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_experts_run_in_float64(folder, compiles) -> None:
+    wide = {"training.dtype": "float64", "compile.enable": compiles}
+    if compiles:
+        wide["compile.backend"] = "aot_eager"
+    train(folder, "mixtral", f"wide-{compiles}", wide)
+    assert_alike(folder, f"mixtral-wide-{compiles}", "mixtral-one")
 
 
 def test_a_hybrid_model_reads_joined_documents_as_transformers_does(folder: Path) -> None:

@@ -205,6 +205,7 @@ def test_what_the_command_line_says_is_read_or_refused(reads_text):
             ignored.add(key)
     assert ("data.source" in ignored) != reads_text
     read = "data.add_bos training.dtype attention.pattern attention.route_by parallelism.dp_shard"
+    read += " data.split_special_tokens"
     assert ignored.isdisjoint(read.split())
     of_training = "optimizer lr_scheduler activation_checkpoint float8 compile guard checkpoint"
     for section in (of_training + " metrics validation profiling").split():

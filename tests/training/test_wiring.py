@@ -377,6 +377,8 @@ BFLOAT16 = Case(
         "training.z_loss": 0.0,
         "lr_scheduler.warmup_steps": 0,
         "lr_scheduler.decay_ratio": 0.0,
+        "lr_scheduler.decay_type": "cosine",
+        "lr_scheduler.min_lr_factor": 0.1,
         "checkpoint.last_save_in_hf": False,
     },
     [1.0, 1.0, 1.0],

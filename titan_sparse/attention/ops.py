@@ -117,11 +117,17 @@ def options_key(pattern: str, cp: str, *options) -> str:
 def lookup(key: str) -> CallOptions:
     """The options of this key.
 
-    Raises RuntimeError if they are gone: in a backward, or a compiled call, of a ContextParallel
-    that no longer exists.
+    Raises RuntimeError if they are not there: in a backward, or a compiled call, of a ContextParallel
+    that no longer exists, and in what torch.export has saved in another process.
     """
     cp_key, _, _ = key.partition(" | ")
-    return context_of(cp_key).calls[key]
+    options = context_of(cp_key).calls.get(key)
+    if options is None:
+        raise RuntimeError(
+            "this call of attend() was traced in another process, and its options stayed there; "
+            "trace the model where it runs (torch.compile, or torch.export without saving)"
+        )
+    return options
 
 
 def bind(key: str, q: Tensor, index: list[Tensor], mask: list[Tensor]) -> AttentionCall:

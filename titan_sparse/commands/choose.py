@@ -63,8 +63,8 @@ VARIED = (
     *("training.seq_len", "training.output_dir", "model.initial_hf"),
 )
 """What the options of this command decide."""
-UNUSED = ("checkpoint.", "validation.", "metrics.")
-"""Sections that are left out, but for metrics.recall_rows."""
+UNUSED = ("checkpoint.", "guard.", "lr_scheduler.", "metrics.", "validation.")
+"""Sections that nothing measured depends on, but for metrics.recall_rows."""
 
 
 @refuses

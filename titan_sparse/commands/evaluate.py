@@ -29,7 +29,13 @@ from titan_sparse.evaluation import needle, pictures, position
 from titan_sparse.evaluation.answers import Sample, score_samples
 from titan_sparse.evaluation.scorer import Sequence
 from titan_sparse.training.attention import sparse_from
-from titan_sparse.training.load import build_scorer, find_checkpoint, load_for_evaluation
+from titan_sparse.training.load import (
+    build_scorer,
+    find_checkpoint,
+    load_for_evaluation,
+    of_other_patterns,
+    refuse_ignored,
+)
 from titan_sparse.training.metrics import json_ready
 
 TASKS = ("position", "needle")
@@ -141,7 +147,16 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
                 task in args.tasks or getattr(args, name) == parser.get_default(name),
                 f"--{name} would be ignored with --tasks {','.join(args.tasks)}; leave it out",
             )
+    refuse_ignored(
+        words,
+        {
+            **of_other_patterns(config),
+            "training.seq_len": "with --lengths" if args.lengths else "",
+            "data.min_document_length": "" if "position" in args.tasks else "with --tasks needle",
+        },
+    )
     args.lengths = lengths_of(args.lengths or str(config.training.seq_len), "--lengths")
+    config.training.seq_len = max(args.lengths)
     shortest = min(args.lengths)
     require(
         "position" not in args.tasks or args.buckets <= shortest,

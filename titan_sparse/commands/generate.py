@@ -32,6 +32,8 @@ from titan_sparse.training.load import (
     find_checkpoint,
     find_config,
     load_for_evaluation,
+    of_other_patterns,
+    refuse_ignored,
 )
 
 
@@ -57,6 +59,15 @@ def main(words: list[str]) -> int:
     refuse_linear_layers(resolve(**vars(config.model)))
     tokenizer = open_tokenizer(config)
     template = template_of(config, tokenizer, style, is_hf or is_of_chats(checkpoint))
+    refuse_ignored(
+        rest,
+        {
+            **of_other_patterns(config),
+            "training.seq_len": "as the prompt is as long as it is",
+            "training.loss_chunk_tokens": "as there is no loss",
+            "data.add_bos": "" if config.data.add_bos or not template else "with a chat template",
+        },
+    )
     prompt = encode_prompt(args.prompt, tokenizer, template, config.data.add_bos)
     scorer = build_scorer(config, checkpoint, tokenizer)
     ends = scorer.ends

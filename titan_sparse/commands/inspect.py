@@ -24,7 +24,7 @@ from titan_sparse.data.documents import open_documents
 from titan_sparse.evaluation.inspection import figures, inspect_layer, inspect_layers, summary
 from titan_sparse.evaluation.position import first_windows
 from titan_sparse.models.flavours import resolve
-from titan_sparse.training.load import build_scorer, find_checkpoint
+from titan_sparse.training.load import build_scorer, find_checkpoint, refuse_ignored
 
 
 @refuses
@@ -74,7 +74,14 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
     add("--seed", type=int, default=0, help="of the random queries")
     add("--out", default="inspection", help="folder to write")
     args, config = parse_with_weights(parser, words)
-    args.length = args.length or config.training.seq_len
+    refuse_ignored(
+        words,
+        {
+            "training.seq_len": "with --length" if args.length else "",
+            "data.min_document_length": "as --length decides which document is read",
+        },
+    )
+    args.length = config.training.seq_len = args.length or config.training.seq_len
     require(
         args.length >= 2 * config.attention.block_size,
         f"--length {args.length} is below two blocks; write "

@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import get_args
 
 from titan_sparse.commands import parser_of, refuses
-from titan_sparse.config import Config, ConfigError, check, load, usage
-from titan_sparse.config.reading import KINDS
+from titan_sparse.config import Config, ConfigError, check, usage
+from titan_sparse.config.reading import KINDS, load_config
 
 _DEFAULTS = """
     --training.device cuda --training.seq_len 64k --parallelism.cp 4 --parallelism.cp_intra 2
@@ -25,7 +25,7 @@ _CHOICES = ("mask", "pattern", "layout", "schedule", "backend")
 @refuses
 def main(words: list[str]) -> int:
     _, rest = parser_of(__doc__).parse_known_args(words)
-    config, _ = load([*_DEFAULTS, *rest])
+    config = load_config([*_DEFAULTS, *rest])
     print(usage())
     print(
         "\nMasks, with and without a window, patterns, layouts, schedules, and backends all run together,"

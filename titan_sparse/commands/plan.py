@@ -3,8 +3,8 @@
     titan-sparse plan train_configs/demo_gpu.toml --ranks 32 --nodes 4 --seq-len 524288 \\
         --layout striped zigzag --schedule ring double_ring --out plan.png plan.json
 
-Several layouts and schedules are compared. Further words are options of the configuration, as train.py
-takes them (--attention.gradient_dtype bfloat16). The index is one that a run saved (--index,
+Several layouts and schedules are compared. Further words are options of the configuration that a plan
+depends on (--attention.gradient_dtype bfloat16). The index is one that a run saved (--index,
 titan_sparse/estimate/indexes.py), or a random one of --density for one long document, or, with
 pattern dense, the mask of packed documents (--documents). All times are of one attention layer,
 without selection. docs/context_parallel.md explains the numbers.
@@ -24,8 +24,8 @@ from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.observe import worker_imbalance
 from titan_sparse.attention.patterns import BlockIndex
 from titan_sparse.commands import in_tokens, parser_of, positive, refuses
-from titan_sparse.config import Config, check, load, padding_multiple, resolve_overlap_stages
-from titan_sparse.config.reading import require
+from titan_sparse.config import Config, check, padding_multiple, resolve_overlap_stages
+from titan_sparse.config.reading import given_keys, load_config, require
 from titan_sparse.estimate.constants import costs_of, costs_of_run, load_constants, shape_of
 from titan_sparse.estimate.indexes import load_indexes, ragged_lengths, random_index
 from titan_sparse.estimate.planner import LayerPlan, LayerWork, Setting, count, plan_layer
@@ -34,6 +34,15 @@ from titan_sparse.models.flavours import DecoderConfig, resolve
 from titan_sparse.training.attention import build_mask, build_pattern, schedule_named
 
 DEFAULT_CONSTANTS = Path(__file__).parents[1] / "estimate/constants_h200.json"
+
+_READ = (
+    *("attention.backward_circulates", "attention.balance_costs", "attention.block_size"),
+    *("attention.gradient_dtype", "attention.overlap_stages", "attention.pattern"),
+    *("attention.sliding_window", "attention.window_sinks", "model.", "training.dtype"),
+    # float64 needs the CPU.
+    "training.device",
+)
+"""Beginnings of the keys that a plan depends on, beside those that its own options may decide."""
 
 
 @refuses
@@ -131,7 +140,8 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config, list[tuple[str,
     named = [word for word in rest if word.partition("=")[0] == "--config"]
     require(not named, "--config is not an option here; write titan-sparse plan FILE")
     require(args.config is not None, "the file is missing; write titan-sparse plan FILE")
-    config, _ = load(["--config", args.config, *rest])
+    config = load_config(["--config", args.config, *rest])
+    _refuse_ignored(args, given_keys(rest))
     args.ranks = args.ranks or config.parallelism.cp
     args.nodes = args.nodes or -(-args.ranks // min(config.parallelism.cp_intra or 8, args.ranks))
     require(
@@ -174,6 +184,28 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config, list[tuple[str,
     # The sequence is padded once, for all layouts. zigzag's multiple suits the others too.
     config.attention.layout = "zigzag" if "zigzag" in layouts else layouts[0]
     return args, config, list(dict.fromkeys(pairs))
+
+
+def _refuse_ignored(args: argparse.Namespace, keys: set[str]) -> None:
+    """Raises ConfigError for a key of the command line that the plan does not depend on, or that another
+    option decides."""
+    decided = {
+        "parallelism.cp": args.ranks and "--ranks",
+        "parallelism.cp_intra": args.nodes and "--nodes",
+        "training.seq_len": (args.seq_len and "--seq-len") or (args.index and "--index"),
+        "attention.layout": args.layout and "--layout",
+        "attention.schedule": args.schedule and "--schedule",
+        "attention.mask": not args.index and "--documents, or one document without it,",
+    }
+    for key in sorted(keys):
+        by = decided.get(key)
+        require(
+            not by, f"command line: {key} would be ignored, as {by} decides over it; leave it out"
+        )
+        require(
+            key in decided or key.startswith(_READ),
+            f"command line: {key} would be ignored, as no plan depends on it; leave it out",
+        )
 
 
 def read_indexes(

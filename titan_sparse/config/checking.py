@@ -19,7 +19,13 @@ from titan_sparse.config.reading import (
     show,
 )
 from titan_sparse.config.sections import Attention, Config, Data, Flags, Parallelism, Validation
-from titan_sparse.config.sources import has_chats, single_source, source_formats, source_weights
+from titan_sparse.config.sources import (
+    has_chats,
+    is_local,
+    single_source,
+    source_formats,
+    source_weights,
+)
 from titan_sparse.config.start import world_from_environment, world_of
 from titan_sparse.models.config import DecoderConfig, resolve_adapters
 from titan_sparse.models.flavours import resolve
@@ -447,21 +453,31 @@ _RULES = (
         "activation_checkpoint.attention_recompute", "activation_checkpoint.mode", ("none",), "full"
     ),
     Rule("optimizer.beta1 beta2 eps", "optimizer.name", ("SGD",), "AdamW"),
+    Rule("lr_scheduler.decay_type min_lr_factor", "lr_scheduler.decay_ratio", (0,), -1.0),
     Rule("float8.recipe filter", "float8.enable", (False,), True),
     Rule("lora.", "lora.rank", (0,), 16),
+    Rule("compile.backend", "compile.enable", (False,), True),
+    Rule(
+        "guard.spike_factor average_steps warmup_steps max_skips_in_a_row max_rollbacks",
+        "guard.enable",
+        (False,),
+        True,
+    ),
+    Rule("guard.average_steps warmup_steps", "guard.spike_factor", (0,), 10.0),
     Rule(
         "checkpoint.load_step initial_load_path last_save_in_hf",
         "checkpoint.enable",
         (False,),
         True,
     ),
+    Rule("metrics.recall_rows", "metrics.recall_every", (0,), 50),
     Rule("metrics.pictures_every", "metrics.tensorboard", (False,), True),
     Rule("validation.", "validation.enable", (False,), True),
     Rule("validation.needle_depths needle_samples", "validation.needle_lengths", ("",), "4096"),
     Rule(
         "validation.split",
         "validation.source",
-        lambda config: (config.validation.source or config.data.source) == "python",
+        lambda config: is_local(config.validation.source or config.data.source),
     ),
 )
 

@@ -124,6 +124,11 @@ def is_path(source: str) -> bool:
     return looks_like_path or os.path.exists(source)
 
 
+def is_local(source: str) -> bool:
+    """False for the name of a Hugging Face dataset."""
+    return source == "python" or is_path(source)
+
+
 def data_ending(name: str) -> tuple[str, str]:
     """The ending of a data file (one of ENDINGS) and that of its compression (.gz, .zst or empty).
 

@@ -115,6 +115,7 @@ class TransformersDecoder(nn.Module):
         )
         inner = theirs.model
         self.config = config
+        self.their_config = theirs.config
         self.embed_tokens = inner.embed_tokens
         self.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(inner.layers)})
         # As in models.decoder, training.offload may replace this function.
@@ -174,6 +175,10 @@ class TransformersDecoder(nn.Module):
             mask = LayerMasks(full=mask)
         # [B, S, hidden_size]
         x = self.embed_tokens(tokens)
+        if x.dtype == torch.float64:
+            # Grouped matmuls of experts do not take it. A loop over experts cannot be compiled.
+            compiled = any(layer._compiled_call_impl for layer in self.layers.values())
+            self.their_config._experts_implementation = "batched_mm" if compiled else "eager"
         if self.embedding_multiplier != 1.0:
             x = x * self.embedding_multiplier
         router_logits: list[Tensor] = []

@@ -4,6 +4,7 @@ folder."""
 import dataclasses
 import math
 import os
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 
@@ -17,6 +18,7 @@ from titan_sparse.config import (
     Compile,
     Config,
     Data,
+    Lora,
     world_from_environment,
 )
 from titan_sparse.config.changes import read_saved
@@ -76,13 +78,13 @@ _OF_TRAINING = (
     *("training.max_norm", "training.mlp_chunk_tokens", "training.output_dir", "training.seed"),
     *("training.steps", "training.stop_grace_seconds", "training.z_loss"),
 )
-"""Beginnings of the keys that only training reads. They stand in a run's file."""
+"""The keys that only training reads, or the sections of them. They stand in a run's file."""
 
 _OF_TEXTS = (
     *("data.bad_rows", "data.format", "data.join_packages", "data.loss_on", "data.messages_field"),
     *("data.min_document_length", "data.source", "data.split", "data.subset", "data.text_field"),
 )
-"""Beginnings of the keys that say which texts are read."""
+"""The keys that say which texts are read."""
 
 
 def load_for_evaluation(
@@ -105,11 +107,13 @@ def load_for_evaluation(
     ignored = {"what only training reads": _OF_TRAINING}
     if not reads_text:
         ignored["what says which texts are read, as none are"] = _OF_TEXTS
-    for kind, beginnings in ignored.items():
-        keys = [key for key in asked if key.startswith(beginnings)]
+    for kind, names in ignored.items():
+        keys = [key for key in asked if key in names or f"{key.partition('.')[0]}." in names]
         require(not keys, f"command line: {', '.join(keys)} would be ignored; leave out {kind}")
     if hf:
         config.model.initial_hf = local_folder(hf, "model", weights=True)
+        config.model.random_weights = False
+        config.lora = Lora()
     if checkpoint and "data.add_bos" not in given:
         config.data.add_bos &= _was_begun(checkpoint)
     if dense:
@@ -130,8 +134,10 @@ def load_for_evaluation(
     for key in of_attention.split():
         if config.parallelism.cp == 1 or f"attention.{key}" not in given:
             setattr(config.attention, key, getattr(defaults.attention, key))
-    for section in "activation_checkpoint float8 compile optimizer validation checkpoint".split():
-        setattr(config, section, getattr(defaults, section))
+    for name in _OF_TRAINING:
+        # Whole sections.
+        if name.endswith("."):
+            setattr(config, name[:-1], getattr(defaults, name[:-1]))
     data = config.data
     if reads_text:
         data.source = single_source(data.source, "data.source", data.format)
@@ -144,16 +150,32 @@ def load_for_evaluation(
     # Each window and each prompt is of one document.
     config.data.sequences = "fixed"
     config.training.mlp_chunk_tokens = 0
-    reasons = {
-        "attention.pattern": "attention is dense",
-        "model.initial_hf": f"the weights are those of {show(hf)}",
-    }
+    weights = ["model.initial_hf", "model.random_weights"]
+    weights += [key for key in KINDS if key.startswith("lora.")]
+    reasons = dict.fromkeys(weights, f"the weights are those of {show(hf)}")
+    reasons["attention.pattern"] = "attention is dense"
     for key, reason in reasons.items():
         require(
             attrgetter(key)(config) == asked.get(key, attrgetter(key)(config)),
             f"command line: {key} = {show(asked.get(key))} would be ignored, as {reason}; leave it out",
         )
     return config
+
+
+def refuse_ignored(words: Iterable[str], reasons: dict[str, str]) -> None:
+    """Raises ConfigError for a key among `words` that has a reason why it would be ignored."""
+    for key in sorted(given_keys(words)):
+        reason = reasons.get(key)
+        require(not reason, f"command line: {key} would be ignored {reason}; leave it out")
+
+
+def of_other_patterns(config: Config) -> dict[str, str]:
+    """The options of patterns that `config` does not use, and the reason why they would be ignored."""
+    pattern = config.attention.pattern
+    # Only patterns have sections within a section.
+    keys = (key for key in KINDS if key.count(".") > 1)
+    reason = f"with attention.pattern = {show(pattern)}"
+    return {key: reason for key in keys if not key.startswith(f"attention.{pattern}.")}
 
 
 def _leave_out_others(config: Config, words: list[str]) -> None:

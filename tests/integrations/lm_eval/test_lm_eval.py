@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.distributed import run_processes
 from tests.models.transformers_models import save_model
@@ -236,6 +236,18 @@ def test_texts_begin_once(pair):
     assert begin is None or ours.tok_encode(text).count(begin) == 1
 
 
+@pytest.mark.parametrize("splits", [False, True])
+def test_special_tokens_are_letters_where_they_were_in_training(tmp_path, splits):
+    folder = write_folder(tmp_path / "model")
+    ours = TitanSparseLM(
+        pretrained=str(folder), device="cpu", **{"data.split_special_tokens": splits}
+    )
+    text = "a</s>b"
+    wanted = AutoTokenizer.from_pretrained(folder)(text, split_special_tokens=splits)["input_ids"]
+    assert len(wanted) == (7 if splits else 4)
+    assert ours.tok_encode(text) == wanted
+
+
 def test_other_ends_of_chat_models(tmp_path):
     """generation_config.json may name several tokens that end a text."""
     folder = write_folder(tmp_path / "model")
@@ -298,6 +310,10 @@ def test_no_group_of_processes_is_needed_to_refuse(tmp_path):
         ({"pretrained": folder, "max_length": "long"}, "write for example 4096 or 128k"),
         ({"pretrained": folder, "add_bos_token": "no"}, "add_bos_token = no is neither true nor"),
         ({"pretrained": folder, "attention.patern": "moba"}, "attention.pattern"),
+        (
+            {"pretrained": folder, "attention.moba.top_k": 3},
+            'top_k would be ignored with attention.pattern = "dense"',
+        ),
         ({"pretrained": folder, "device": "gpu"}, "training.device"),
         ({"pretrained": folder, "device": 0}, "training.device"),
     ):

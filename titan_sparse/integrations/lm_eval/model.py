@@ -40,6 +40,8 @@ from titan_sparse.training.load import (
     find_checkpoint,
     find_config,
     load_for_evaluation,
+    of_other_patterns,
+    refuse_ignored,
 )
 
 logger = logging.getLogger("titan_sparse")
@@ -127,6 +129,7 @@ class TitanSparseLM(TemplateLM):
             )
             self.tokenizer = read_tokenizer(name)
             own = open_tokenizer(self.config)
+            self.tokenizer.split_special_tokens = own.split_special_tokens
             self._use_template(own)
             self.scorer = build_scorer(self.config, step, own)
             self.ends = self.scorer.ends
@@ -410,5 +413,6 @@ def _settings(
         dense = dense or "attention.pattern" not in keys
     words += as_words(keys)
     resolved = load_for_evaluation(words, pretrained, dense, checkpoint, reads_text=False)
+    refuse_ignored(words, of_other_patterns(resolved))
     check(resolved, *world_from_environment())
     return resolved, step
