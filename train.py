@@ -1,4 +1,5 @@
-"""Train: torchrun --nproc-per-node 8 train.py --config train_configs/X.toml [--section.key value ...]
+"""Train: torchrun --nproc-per-node 8 train.py --config train_configs/X.toml
+[--section.key value ...]
 
 The entry of a checkout. The program is titan_sparse/commands/train.py; --help lists every option.
 """

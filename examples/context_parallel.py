@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/context_parallel.py
 
-It runs with gloo on CPUs, and with NCCL where every process has a GPU. Each process holds its blocks
-of the sequence, and the gradients of the weights are summed over all processes.
+It runs with gloo on CPUs, and with NCCL where every process has a GPU. Each process holds its
+blocks of the sequence, and the gradients of the weights are summed over all processes.
 """
 
 import os

@@ -1,5 +1,5 @@
-"""Tables of flags: positions of the True elements as lists of a fixed width, and flags as bits of int32
-words, an eighth of the memory of bools that kernels can prefetch."""
+"""Tables of flags: positions of the True elements as lists of a fixed width, and flags as bits of
+int32 words, an eighth of the memory of bools that kernels can prefetch."""
 
 import torch
 import torch.nn.functional as F
@@ -73,8 +73,8 @@ def _write_kernel(
 
 
 def compact(selected: Tensor, capacity: int, fill: int) -> tuple[Tensor, Tensor]:
-    """Positions int32 [N, capacity] of the True elements of bool [N, L], ascending; and how many there
-    are, int32 [N].
+    """Positions int32 [N, capacity] of the True elements of bool [N, L], ascending; and how many
+    there are, int32 [N].
 
     What is left of the capacity is filled up with `fill`. Positions beyond the capacity are left
     out. Rows of `selected` may be slices of longer ones. One launch, or two for long rows.

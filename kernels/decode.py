@@ -1,7 +1,8 @@
 """Attention of one query per sequence to cached keys.
 
 A single query gives a program per head too little to do. So the keys are split over programs, as in
-flash decoding (Dao, Haziza, Massa, and Sizov, 2023), and the caller merges the parts by log-sum-exp.
+flash decoding (Dao, Haziza, Massa, and Sizov, 2023), and the caller merges the parts by
+log-sum-exp.
 """
 
 import torch
@@ -100,8 +101,8 @@ def attend_in_parts(
 ) -> tuple[Tensor, Tensor]:
     """Attention of one query per sequence over each of P parts of the keys.
 
-    q: [B, Hq, 1, D]. keys, values: [B, Hkv, n, D] in q's dtype, any but fp64. seen: bool [B, n], the
-    keys that the query sees; others are not read. scale: of the scores.
+    q: [B, Hq, 1, D]. keys, values: [B, Hkv, n, D] in q's dtype, any but fp64. seen: bool [B, n],
+    the keys that the query sees; others are not read. scale: of the scores.
     Returns out [B, Hq, P, D] and natural-log lse [B, Hq, P] in fp32; 0 and -inf where a part holds
     nothing that is seen. P is 0 for no keys.
     """

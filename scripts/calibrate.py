@@ -1,5 +1,5 @@
-"""Measures the constants that titan-sparse plan plans with, on the machines at hand, and writes JSON.
-attention.balance_costs takes the same file.
+"""Measures the constants that titan-sparse plan plans with, on the machines at hand, and writes
+JSON. attention.balance_costs takes the same file.
 
     torchrun --nproc-per-node 8 -m scripts.calibrate --out constants.json --across-gb-s 25  # 1 node
     torchrun --nnodes 4 --nproc-per-node 8 ... -m scripts.calibrate --out constants.json    # several
@@ -211,8 +211,8 @@ class KernelTimes(NamedTuple):
 def kernel_seconds(seq_len: int, args: argparse.Namespace, device: torch.device) -> KernelTimes:
     """Time attend() on this rank alone."""
     q, k, v = random_inputs(seq_len, args, device)
-    # On random inputs the caps decide: one diagonal in thirty, one vertical in four hundred. A budget
-    # by scores would drop many candidates of equal score together.
+    # On random inputs the caps decide: one diagonal in thirty, one vertical in four hundred. A
+    # budget by scores would drop many candidates of equal score together.
     blocks = seq_len // BLOCK_SIZE
     pattern = VerticalSlash(
         recall=1.0,
@@ -265,7 +265,8 @@ def _dtype(device: torch.device) -> torch.dtype:
 def link(
     groups: list[range], args: argparse.Namespace, device: torch.device
 ) -> tuple[float, float]:
-    """(GB/s, latency in ms) of hops in these rings, every rank of the world being in one of them."""
+    """(GB/s, latency in ms) of hops in these rings, every rank of the world
+    being in one of them."""
     for ranks in groups:
         # Creating a group is collective: every rank creates all of them, and keeps its own.
         group = dist.new_group(list(ranks))

@@ -28,7 +28,8 @@ if "GPUS_TO_SHARE" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def patch_languages_once() -> None:
-    """Make Triton's interpreter faster: let only the outermost call of a function patch triton.language.
+    """Make Triton's interpreter faster: let only the outermost call of a function
+    patch triton.language.
 
     The interpreter replaces the builtins of triton.language at every call of every function, also
     of one that a kernel calls, such as tl.sum. That is most of its time. In an inner call they are
@@ -177,7 +178,8 @@ def texts(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
-    """Compilations of other tests do not count in this one, nor those of this test in the next one."""
+    """Compilations of other tests do not count in this one, nor those of this
+    test in the next one."""
     torch.set_num_threads(1)
     torch._dynamo.reset()
     yield

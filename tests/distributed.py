@@ -61,7 +61,8 @@ def on_one_rank(function: Callable, *args) -> Any:
 
 
 def run_program(world_size: int, main: Callable[[list[str]], int], words: list[str]) -> str:
-    """main(words) in `world_size` processes that find torchrun's variables. Returns what they print.
+    """main(words) in `world_size` processes that find torchrun's variables.
+    Returns what they print.
 
     torchrun itself would start a Python for each process, which takes seconds.
     """

@@ -1,4 +1,5 @@
-"""Independent dense references: plain softmax attention over a boolean mask, and brute-force selection."""
+"""Independent dense references: plain softmax attention over a boolean mask, and
+brute-force selection."""
 
 import torch
 from torch import Tensor

@@ -85,8 +85,8 @@ def train(config: Config) -> Trainer:
 
 
 def debug_run(folder: Path, output: str = "run", **overrides) -> Config:
-    """Two float32 steps of the flavour debug, which other processes also know. Leaves a checkpoint and
-    config.toml."""
+    """Two float32 steps of the flavour debug, which other processes also know. Leaves a
+    checkpoint and config.toml."""
     settings = {
         "model__flavour": "debug",
         "training__steps": 2,

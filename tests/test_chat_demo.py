@@ -1,4 +1,5 @@
-"""make chat-demo: its commands on a tiny model (and by hand on the real one), and what it counts."""
+"""make chat-demo: its commands on a tiny model (and by hand on the real
+one), and what it counts."""
 
 import json
 import shlex

@@ -1,5 +1,5 @@
-"""examples/: attend() alone, one sequence over several processes, and trainers, on one process and on
-two with the same losses."""
+"""examples/: attend() alone, one sequence over several processes, and trainers, on one process and
+on two with the same losses."""
 
 import importlib
 import json
@@ -84,7 +84,8 @@ def test_two_processes_train_like_one(tmp_path):
 
 @pytest.mark.parametrize("name", ["trainer", "trl_sft"])
 def test_examples_are_modules_too(name):
-    """As python -m examples.NAME loads them. run_example() loads them as python examples/NAME.py does."""
+    """As python -m examples.NAME loads them. run_example() loads them as python
+    examples/NAME.py does."""
     pytest.importorskip("trl")
     module = importlib.import_module(f"examples.{name}")
     assert module.tiny_model.__module__ == "examples.tiny"

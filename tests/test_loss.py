@@ -71,7 +71,8 @@ def test_all_ignored_gives_zero_without_nan():
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)])
 def test_error_does_not_grow_with_the_number_of_chunks(dtype, tolerance):
-    """bf16: the loss is exact to fp32, as logits are not rounded to bf16; gradients are rounded to bf16 twice."""
+    """bf16: the loss is exact to fp32, as logits are not rounded to bf16; gradients are
+    rounded to bf16 twice."""
     hidden, weight, labels = _inputs(2, 512, 32, 65, dtype)
     expected = _reference(hidden, weight, labels)
     errors = []
@@ -85,7 +86,8 @@ def test_error_does_not_grow_with_the_number_of_chunks(dtype, tolerance):
 
 
 def test_through_the_kernel(monkeypatch):
-    """With the Triton kernel in the twin's place, as on a GPU; fp32, as the interpreter has no right bf16."""
+    """With the Triton kernel in the twin's place, as on a GPU; fp32, as the
+    interpreter has no right bf16."""
     monkeypatch.setattr(loss_module, "cross_entropy_naive", cross_entropy)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     hidden, weight, labels = (x.detach().to(device) for x in _inputs(2, 13, 6, 37, torch.float32))

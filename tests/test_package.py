@@ -61,7 +61,8 @@ def test_offers_nothing_before_it_is_asked_for():
 
 
 def test_imports_leave_others_alone():
-    """Loggers, warnings, signals, generators, and settings of torch, which are the whole process's."""
+    """Loggers, warnings, signals, generators, and settings of torch, which are
+    the whole process's."""
     code = """
 import logging, os, signal, sys, warnings
 import accelerate, torch, torch._dynamo.config, torch._inductor.config, torchao, torchtitan
@@ -220,7 +221,8 @@ def test_kernels_are_found_in_an_editable_installation(wheel, tmp_path):
 
 
 def test_transformers_does_not_take_our_folder_for_the_package_kernels(tmp_path):
-    """kernels/ has no __init__.py, so that a package of that name anywhere on the path comes first."""
+    """kernels/ has no __init__.py, so that a package of that name anywhere on
+    the path comes first."""
     code = (
         "from transformers.utils.import_utils import _is_package_available, is_kernels_available; "
         "print(_is_package_available('kernels', return_version=True), is_kernels_available())"

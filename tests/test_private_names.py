@@ -1,5 +1,5 @@
-"""Private names of other packages that we use. A new version of torch may change them without a word,
-so that here is where to look first."""
+"""Private names of other packages that we use. A new version of torch may change them without a
+word, so that here is where to look first."""
 
 import ast
 import importlib
@@ -92,7 +92,8 @@ PRIVATE = {
     "transformers.utils.chat_template_utils._compile_jinja_template.__wrapped__": JINJA,
     "transformers.utils.chat_template_utils._render_with_assistant_indices": JINJA,
 }
-"""Name -> why we need it. What begins with a dot is an attribute of objects of the type before it."""
+"""Name -> why we need it. What begins with a dot is an attribute of objects
+of the type before it."""
 
 INSTANCES = {
     # V.graph is there only while inductor compiles.

@@ -1,7 +1,8 @@
 """Every problem with a start is reported in one line that names it, with status 2, before torch is
 loaded.
 
-Starts that must be refused: wrong values of every key, odd files and folders, wrong launch environments.
+Starts that must be refused: wrong values of every key, odd files and folders, wrong
+launch environments.
 """
 
 import subprocess
@@ -209,7 +210,8 @@ def assert_refused(start: BadStart, folder: Path, monkeypatch, capfd) -> None:
     "starts", [wrong_values, wrong_paths, wrong_launches], ids=lambda f: f.__name__
 )
 def test_a_bad_start_is_one_line_before_torch(starts, folder, monkeypatch, capfd):
-    # main() fails where it goes on to load torch. Ranks that leave the line to the first do not wait.
+    # main() fails where it goes on to load torch. Ranks that leave the line to
+    # the first do not wait.
     monkeypatch.setattr(train.logging, "basicConfig", lambda **_: pytest.fail("not refused"))
     monkeypatch.setattr(train.time, "sleep", lambda seconds: None)
     for start in starts():
@@ -277,7 +279,8 @@ def test_what_starts_nothing_needs_no_files(folder, monkeypatch, capsys):
 
 
 def test_load_step_of_an_existing_or_an_older_checkpoint(tmp_path):
-    """A run that continued from step 5 has deleted that checkpoint. The same command still starts."""
+    """A run that continued from step 5 has deleted that checkpoint. The same
+    command still starts."""
     for step in (10, 20):
         (tmp_path / "checkpoint" / f"step-{step}").mkdir(parents=True)
     (tmp_path / "checkpoint" / "step-30").write_text("a file")

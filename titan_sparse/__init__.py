@@ -4,8 +4,8 @@ As a library (docs/attention.md):
 
     from titan_sparse import ContextParallel, attend, masks, patterns, recording
 
-As a program: torchrun -m titan_sparse.train --config X.toml. docs/architecture.md has the words and the
-contracts.
+As a program: torchrun -m titan_sparse.train --config X.toml. docs/architecture.md has the
+words and the contracts.
 """
 
 import importlib

@@ -1,4 +1,5 @@
-"""The program titan-sparse: `titan-sparse COMMAND ...`, the same as `python -m titan_sparse COMMAND ...`."""
+"""The program titan-sparse: `titan-sparse COMMAND ...`, the same as `python -m
+titan_sparse COMMAND ...`."""
 
 import importlib
 import sys

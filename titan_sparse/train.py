@@ -1,4 +1,5 @@
-"""Train: torchrun --nproc-per-node 8 -m titan_sparse.train --config X.toml [--section.key value ...]
+"""Train: torchrun --nproc-per-node 8 -m titan_sparse.train --config X.toml
+[--section.key value ...]
 
 The same as titan-sparse train (titan_sparse/commands/train.py). --help lists every option.
 """

@@ -7,8 +7,9 @@ tile is M query cells x N key cells. Sums over its blocks of keys are relative t
 in the tile; the reader combines the maxima. This takes one pass. Computing normalizers first
 would compute the product twice.
 
-With 16 query heads of 128 at 524,288 tokens and stride 16, the product takes 35 TFLOP: S^2 D heads /
-stride. Tiles of 128 x 256 take 85 FLOP for each byte from the L2 cache, those of 128 x 128 take 64.
+With 16 query heads of 128 at 524,288 tokens and stride 16, the product takes 35 TFLOP: S^2 D
+heads / stride. Tiles of 128 x 256 take 85 FLOP for each byte from the L2 cache, those of 128 x
+128 take 64.
 
 The choice: the fewest blocks of keys that hold the threshold's share of a query block's mass. A
 program has all masses of a query block in registers. It finds the smallest mass that is wanted by
@@ -32,7 +33,8 @@ from titan_sparse.kernels.block_sparse.piece import INTERPRETED
 class QueryBlocks(NamedTuple):
     """m blocks of queries, cut into c cells each. T = 1 or 2 documents touch a block.
 
-    first, stop: int32 [B, m, c], the range of key cells that each query cell sees; 0 and 0 for none.
+    first, stop: int32 [B, m, c], the range of key cells that each query cell
+    sees; 0 and 0 for none.
     slot: int32 [B, m, c], which of its block's documents each cell that sees anything belongs to.
     number: int32 [m], global numbers of the blocks.
     first_block: int32 [B, m, T], the first block of each of these documents, -1 for no document.
@@ -74,8 +76,8 @@ class BlockSums(NamedTuple):
 class TileShape(NamedTuple):
     """Tile sizes: M query cells, N key cells, and K of their numbers at a time; launch options.
 
-    Sizes are powers of two; key_cells are no fewer than the cells of a block. programs: that share a
-    multiprocessor.
+    Sizes are powers of two; key_cells are no fewer than the cells of a block. programs: that
+    share a multiprocessor.
     """
 
     query_cells: int = 128

@@ -75,7 +75,8 @@ def chosen_blocks_naive(
 
 
 def document_masses(sums: BlockSums, blocks: QueryBlocks, visible: int) -> Tensor:
-    """Softmax masses of query blocks over the first `visible` blocks of keys: [B, G, m, T, visible].
+    """Softmax masses of query blocks over the first `visible` blocks of keys:
+    [B, G, m, T, visible].
 
     Each cell's softmax is taken over all that it sees. The masses are summed up over the cells of
     each of the T documents that touch a query block.

@@ -117,8 +117,8 @@ def forward(
 
     scale: of the logits, above 0.
     dtype: of out; by default total's, else q's.
-    total: (out, lse) over other keys, from which the softmax goes on. Where these are contiguous, lse
-    is written to its memory, and so is out if total's has `dtype`.
+    total: (out, lse) over other keys, from which the softmax goes on. Where these are contiguous,
+    lse is written to its memory, and so is out if total's has `dtype`.
     into: contiguous memory for out; its dtype, whichever it is, wins.
     Returns out [B, Hq, Sq, D] and natural-log lse fp32 [B, Hq, Sq]. Rows that see nothing: 0 and
     -inf.

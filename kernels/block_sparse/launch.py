@@ -17,7 +17,8 @@ from titan_sparse.kernels.block_sparse.piece import INTERPRETED
 _HOPPER_SHARED_MEMORY = 232448
 """Bytes that one program can have on Hopper. Smaller GPUs prefetch fewer tiles ahead."""
 _AMPERE_SHARED_MEMORY = 166912
-"""And on an A100. GPUs for PCs have less, mostly 101,376, and no room for large tiles at head_dim 256."""
+"""And on an A100. GPUs for PCs have less, mostly 101,376, and no room for large
+tiles at head_dim 256."""
 
 _VERTICAL_TILE = (128, 32)
 _SUMMED_AT_ONCE = 512

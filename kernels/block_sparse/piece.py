@@ -47,12 +47,12 @@ def mapped(lists: BlockLists | None, change: Callable[[Tensor], Tensor]) -> Bloc
 
 
 class ChosenChunks(NamedTuple):
-    """Chunks of keys that single queries chose (MoBA): of the keys that start and stop let it see, a
-    query sees those in its chunks.
+    """Chunks of keys that single queries chose (MoBA): of the keys that start and stop let it see,
+    a query sees those in its chunks.
 
-    A tile of keys that is no longer than a chunk touches at most two chunks of a document. So in each
-    tile the choice only narrows the range start <= p < stop that the mask gives a query, and kernels
-    compare nothing but that range.
+    A tile of keys that is no longer than a chunk touches at most two chunks of a document. So in
+    each tile the choice only narrows the range start <= p < stop that the mask gives a query, and
+    kernels compare nothing but that range.
 
     words: int32 [B, Hq, Sq, W], contiguous; bit c (compact.py) stands for the `tokens` keys from
         origin + c * tokens on.
@@ -283,8 +283,8 @@ def store_rows(pointer, x, first, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D:
 
 @triton.jit
 def lists_of(piece, batch, head, block):
-    """The full and the partial list of one block, each a count, a table, and for a piece with slices
-    the slice that each entry of the partial table means."""
+    """The full and the partial list of one block, each a count, a table, and for a piece with
+    slices the slice that each entry of the partial table means."""
     batch_row = batch.to(tl.int64) * piece.list_stride[0]
     row = batch_row + head * piece.list_stride[1] + block
     full = piece.full + row * piece.full_width

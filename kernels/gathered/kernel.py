@@ -1,9 +1,9 @@
 """Kernels over gathered queries: dense tiles of the queries that chose a chunk, and its keys.
 
-A launch of the forward, or of dq, computes one slot of the choices, in which no query appears twice.
-So a program reads the sums of its queries, continues from them, and writes them back. dk and dv go
-chunk by chunk. Nothing needs atomics. The backward takes the out and lse of the whole attention: with
-them the gradients of its pieces add up.
+A launch of the forward, or of dq, computes one slot of the choices, in which no query appears
+twice. So a program reads the sums of its queries, continues from them, and writes them back. dk and
+dv go chunk by chunk. Nothing needs atomics. The backward takes the out and lse of the whole
+attention: with them the gradients of its pieces add up.
 """
 
 import torch
@@ -56,7 +56,8 @@ def _head_of(x, batch, head):
 def _load_keys(
     head, first, left, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, CUT: tl.constexpr
 ):
-    """[N, D] keys or values from `first` on; if CUT only `left` of them are of the chunk, then 0."""
+    """[N, D] keys or values from `first` on; if CUT only `left` of them are
+    of the chunk, then 0."""
     pointer, stride = head
     if CUT:
         # Fewer than N keys may be left.
@@ -125,8 +126,8 @@ def _forward_kernel(
         lse_rows = lse + head_row * met.q_len + rows
         # [M, D]
         q_tile = _gather_rows(q_head, q_step, rows, inside, HEAD_DIM, D)
-        # A finished softmax is one whose weights add up to 1 at top = lse. Where nothing was met, lse
-        # is -inf, and what was there is forgotten at the first tile.
+        # A finished softmax is one whose weights add up to 1 at top = lse. Where nothing was met,
+        # lse is -inf, and what was there is forgotten at the first tile.
         acc = _gather_rows(out_head, HEAD_DIM, rows, inside, HEAD_DIM, D)
         top = tl.load(lse_rows, mask=inside, other=0.0) * LOG2_E
         weight = tl.full([M], 1.0, tl.float32)
@@ -248,8 +249,8 @@ def _walk_queries(
     dk, dv, k_tile, v_tile, scale, q, d_out, lse, delta, listed, begin, end,
     M: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """dk / logit scale and dv over the queries at `begin` to before `end` of the list `listed`, M at
-    a time. Scores are [keys, queries]."""
+    """dk / logit scale and dv over the queries at `begin` to before `end` of the list `listed`, M
+    at a time. Scores are [keys, queries]."""
     q_head, q_step = q
     d_head, d_step = d_out
     place = tl.arange(0, M)

@@ -12,8 +12,8 @@ from titan_sparse.kernels.block_sparse.launch import key_tile, options, query_ti
 from titan_sparse.kernels.block_sparse.piece import INTERPRETED
 
 SORTED_ROWS = 64
-"""Queries that a program of the lists compares with each other. With more the comparisons take long,
-with fewer the counts of all programs."""
+"""Queries that a program of the lists compares with each other. With more the comparisons take
+long, with fewer the counts of all programs."""
 
 _PROGRAMS = 2048
 """Number of programs that fill a GPU, whether a chunk has many queries or few."""
@@ -38,8 +38,8 @@ T = TypeVar("T", bound=Any)
 
 
 class Share(NamedTuple):
-    """Some sequences and heads of a tensor [B, Hq, ...]: all of them, or some heads of one sequence,
-    so that they are contiguous in memory."""
+    """Some sequences and heads of a tensor [B, Hq, ...]: all of them, or some heads of one
+    sequence, so that they are contiguous in memory."""
 
     batches: slice
     heads: slice
@@ -85,7 +85,8 @@ def chunk_tile(head_dim: int, block_size: int, element_size: int) -> tuple[int, 
 
 
 def _rows_of_blocks(block_size: int) -> int:
-    """The largest tile. Lists of queries know no blocks; tests in the interpreter want small ones."""
+    """The largest tile. Lists of queries know no blocks; tests in the
+    interpreter want small ones."""
     return block_size if INTERPRETED else 128
 
 

@@ -164,7 +164,8 @@ def _pair_kernel(
 
 
 def chosen_pairs(choices: Choices) -> Tensor:
-    """int32 [B, Hq, slots, S]: c * slots + r, for the chunk c (of the sequence) in a query's slot r.
+    """int32 [B, Hq, slots, S]: c * slots + r, for the chunk c (of the sequence)
+    in a query's slot r.
 
     Slots that a query does not use have c = n.
     """

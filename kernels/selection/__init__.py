@@ -10,9 +10,9 @@ add_slashes(mass, slash_mass, bins, span, offset) -> masses of both by bin, numb
 head_thresholds(mass, max_missed, verticals, slashes) -> Thresholds
 select(candidates, vertical_threshold, slash_threshold) -> the verticals and slashes that reach them
 
-The score of a candidate (a vertical or a slash) is its attention mass per pair of tokens in the rows
-of a probe, over the time of a pair. README.md has the formulas. The twins in selection.naive have the
-same names and signatures.
+The score of a candidate (a vertical or a slash) is its attention mass per pair of tokens in the
+rows of a probe, over the time of a pair. README.md has the formulas. The twins in selection.naive
+have the same names and signatures.
 """
 
 from titan_sparse.kernels.selection import naive

@@ -46,8 +46,8 @@ slash, but they do not help rows outside the probe.
 
 LEVELS = 16
 OCTAVES_BETWEEN_LEVELS = 1.6
-"""Levels are trial thresholds: scores 2**-1, 2**-2.6, ... 2**-25. The gain of a slash is computed at each
-and interpolated between two."""
+"""Levels are trial thresholds: scores 2**-1, 2**-2.6, ... 2**-25. The gain of a slash is computed
+at each and interpolated between two."""
 
 BINS = 256
 BINS_PER_OCTAVE = 10
@@ -101,8 +101,8 @@ _LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 def tile_options(free: Probe, keys: KeyBlocks) -> dict[str, int]:
-    """The options of the probe's kernels, with PART keys at a time. With more keys, the values of all
-    rows would not fit into registers."""
+    """The options of the probe's kernels, with PART keys at a time. With more keys, the values of
+    all rows would not fit into registers."""
     options = probe_tile_options(free, keys)
     return options | dict(
         U=free.groups,

@@ -1,4 +1,5 @@
-"""Gains, scores, and masses of slashes, summed over tiles of a block of keys and a group of rows."""
+"""Gains, scores, and masses of slashes, summed over tiles of a block of keys
+and a group of rows."""
 
 import torch
 import triton
@@ -19,8 +20,8 @@ def slash_gains(
 
     It is the mass outside these verticals, plus the cost that they save on the slash (equation 4 in
     README.md). A block's verticals are assumed to hold the same share of each row's mass.
-    tile_mass, remaining, savings: of first_scores(). tile: int32 [B, U, E], the tiles that make up each
-    slash among a rank's n_local T U, -1 for none or another rank's. rows: int32 [B, U, E], the
+    tile_mass, remaining, savings: of first_scores(). tile: int32 [B, U, E], the tiles that make up
+    each slash among a rank's n_local T U, -1 for none or another rank's. rows: int32 [B, U, E], the
     number of the probe's rows that see each of them.
     Returns fp32 [B, Hq, E, L], this rank's part of the sum.
     """

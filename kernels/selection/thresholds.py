@@ -167,7 +167,8 @@ def head_thresholds(
 ) -> Thresholds:
     """recall_thresholds() for each head of its own, within the bounds of its verticals and slashes.
 
-    mass: fp32 or float64 [B, Hq, n, BINS]. max_missed: of max_missed_mass(). Counts are fp32 or float64.
+    mass: fp32 or float64 [B, Hq, n, BINS]. max_missed: of max_missed_mass(). Counts
+    are fp32 or float64.
     """
     batch, heads, n, _ = mass.shape
     new_thresholds = torch.empty(2, batch, heads, n, dtype=torch.int32, device=mass.device)
@@ -244,8 +245,9 @@ def select(
 ) -> tuple[Tensor, Tensor]:
     """The verticals and the slashes from the thresholds on up: bool [B, Hq, S] and [B, Hq, E].
 
-    Sinks are selected too. Verticals of bin 0 are not counted, so a cap would not hold for them, and
-    they are never selected. This loses nothing: where the threshold is 0, all slashes are selected.
+    Sinks are selected too. Verticals of bin 0 are not counted, so a cap would not hold for
+    them, and they are never selected. This loses nothing: where the threshold is 0, all slashes
+    are selected.
     vertical_threshold, slash_threshold: int [B, Hq, n].
     """
     batch, heads, n = vertical_threshold.shape

@@ -46,8 +46,8 @@ def first_scores(
     free: the probe, whose rows see only keys that are not always selected. lse: fp32 [B, Hq, n, P],
     over all keys.
     Returns, in fp32, scores [B, Hq, n_local, b]; masses of tiles by group of rows [B, Hq, n_local,
-    T, U]; and at each level the remaining share of a block's mass outside the selected verticals, and
-    the savings per row when those verticals lie on a slash, [B, Hq, n_local, T, L] each.
+    T, U]; and at each level the remaining share of a block's mass outside the selected verticals,
+    and the savings per row when those verticals lie on a slash, [B, Hq, n_local, T, L] each.
     """
     batch, heads = free.q.shape[:2]
     _, local, touching = keys.slot.shape
@@ -216,8 +216,8 @@ def _final_kernel(
             even_sees = sees_any(even, first_key, SIZE)
             odd_sees = sees_any(odd, first_key, SIZE)
 
-            # [P / 2]: scores of the slashes on which the rows meet the block. A row that sees nothing
-            # of the block counts for no vertical.
+            # [P / 2]: scores of the slashes on which the rows meet the block. A row that sees
+            # nothing of the block counts for no vertical.
             head = of_slashes + i_bh * entries
             first_entry = tl.load(offset + i_b * probe.n + span)
             row_block = probe.row_block

@@ -277,7 +277,8 @@ def with_rates(bench: Bench, shape: Shape, found: dict) -> dict:
 
 
 def varlen(bench: Bench) -> Iterator[dict]:
-    """--varlen-masks by layouts and schedules, and torch's context_parallel, which supports neither."""
+    """--varlen-masks by layouts and schedules, and torch's context_parallel,
+    which supports neither."""
     args = bench.args
     ways: list[tuple[str, str, int]] = []  # layout, schedule, stages
     for layout in ("balanced", "contiguous"):

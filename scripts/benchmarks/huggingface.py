@@ -1,4 +1,5 @@
-"""transformers' Trainer with its own attention and with ours: step time, tokens/s, peak memory, JSON.
+"""transformers' Trainer with its own attention and with ours: step time,
+tokens/s, peak memory, JSON.
 
     python -m scripts.benchmarks.huggingface --shapes 0.6b 1.7b --tokens 32768 65536 131072 \\
         --out huggingface_h200.json

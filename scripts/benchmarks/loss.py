@@ -28,7 +28,8 @@ from titan_sparse.commands import parser_of, positive
 from titan_sparse.loss import IGNORE_INDEX, count_valid, linear_cross_entropy
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""loss(hidden [1, T, D], weight [V, D], labels [1, T]) -> scalar, summed over the labels that count."""
+"""loss(hidden [1, T, D], weight [V, D], labels [1, T]) -> scalar, summed over
+the labels that count."""
 Inputs = tuple[Tensor, Tensor, Tensor]
 """hidden [1, T, D], weight [V, D], labels [1, T]."""
 CHECKED_TOKENS = 2048

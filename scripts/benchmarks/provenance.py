@@ -58,7 +58,8 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what the numbers depend on: those of a run, and more. None for what is not there."""
+    """Versions of what the numbers depend on: those of a run, and more. None
+    for what is not there."""
     return {
         **run_folder.versions(),
         **{package: version_of(package) for package in PACKAGES},

@@ -105,8 +105,8 @@ def draw_heads(
     outliers = outliers.sort(-1).values
     for head, positions in enumerate(outliers):
         k[head, positions] += _real_dims(to_outlier)[head]
-    # float64 angles: in float32 a position beyond 2^20 tokens is already off by a tenth of a radian.
-    # The tables themselves need no more than fp32.
+    # float64 angles: in float32 a position beyond 2^20 tokens is already off by a tenth of a
+    # radian. The tables themselves need no more than fp32.
     tables = rope_tables(frequency, 1.0, torch.arange(seq_len)[None], torch.float64)
     q, k = (apply_rope(x[None], *(table.float() for table in tables)) for x in (q, k))
     return Heads(q, k, outliers, strengths, frequency)

@@ -1,4 +1,5 @@
-"""The whole training step beside torchtitan's and transformers' trainers, each row in a new process.
+"""The whole training step beside torchtitan's and transformers' trainers, each
+row in a new process.
 
     python -m scripts.benchmarks.trainers --shapes 0.6b 1.7b 8b-lora --out trainers.json
     python -m scripts.benchmarks.trainers --gpus 1 2 --tokens 4096 8192 --arms "ours, dense" torchtitan
@@ -8,9 +9,9 @@ All read the same random weights and documents, one a step. They compute in bf16
 AdamW's states in fp32, and recompute blocks. --tokens are those of each GPU: several GPUs share one
 longer document by context parallelism. With -lora, weights are frozen in bf16 and have adapters of
 rank 16. 0.8b-hybrid is Qwen3.5, which needs titan-sparse[hybrid] on GPUs. Ours and torchtitan's
-compile, and replay each step as a CUDA graph unless the arm says otherwise. transformers' has Liger's
-kernels where these are installed. Random weights attend to nearly everything, so that caps hold
-vertical_slash, at a density of 16 to 23 %.
+compile, and replay each step as a CUDA graph unless the arm says otherwise. transformers' has
+Liger's kernels where these are installed. Random weights attend to nearly everything, so that caps
+hold vertical_slash, at a density of 16 to 23 %.
 """
 
 import argparse
@@ -146,7 +147,8 @@ def write_model(shape: str, model: Path, args: argparse.Namespace) -> None:
 def one_trainer(
     arm: str, shape: str, model: Path, run: Path, tokens: int, args: argparse.Namespace
 ) -> dict[str, float | None]:
-    """Trains for some steps. Times are medians over the later half, which has compiled and captured."""
+    """Trains for some steps. Times are medians over the later half, which has
+    compiled and captured."""
     times = StepTimes(args.device)
     losses, found = ARMS[arm](shape, model, run, read_texts(run), args.device, times)
     # Ours logs the last step, and records what attention does in it.

@@ -33,9 +33,9 @@ POINTS = 256
 class Head(NamedTuple):
     """Attention of one head, and the selection.
 
-    mass: fp32 [P, P], the largest mass of a pair in each cell. verticals, slashes: int64, positions of
-    keys and numbers of blocks. sinks: the first keys. density, recall: shares of the causal pairs and of
-    their mass that are computed.
+    mass: fp32 [P, P], the largest mass of a pair in each cell. verticals, slashes: int64, positions
+    of keys and numbers of blocks. sinks: the first keys. density, recall: shares of the causal
+    pairs and of their mass that are computed.
     """
 
     mass: Tensor

@@ -2,8 +2,8 @@
 
     python -m scripts.docs.draw_timeline --out docs/pictures/timeline.png
 
-The times are predictions of the planner (titan-sparse plan) with the constants measured on H200 GPUs:
-the forward of one attention layer with the heads of Qwen2.5-3B, on two nodes of two GPUs.
+The times are predictions of the planner (titan-sparse plan) with the constants measured on H200
+GPUs: the forward of one attention layer with the heads of Qwen2.5-3B, on two nodes of two GPUs.
 """
 
 import sys

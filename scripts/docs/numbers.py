@@ -94,7 +94,8 @@ def _tokens(file: str) -> str:
 
 
 def _range_of_seeds(file: str, method: str) -> str:
-    """The lowest and the highest loss of a method, as trained. Raises LookupError for a single seed."""
+    """The lowest and the highest loss of a method, as trained. Raises
+    LookupError for a single seed."""
     losses = _scores(file, method, method, "loss")
     if len(losses) < 2:
         raise LookupError(f"{file} has one seed of {method}; a headline needs two")
@@ -119,7 +120,8 @@ def attention_by_length() -> list[str]:
 
 
 SPARSE_PAYS = ("choose_h200", "sparse_pays_h100")
-"""Files of scripts.benchmarks.sparse_pays, and one of titan-sparse choose before it. Those that exist count."""
+"""Files of scripts.benchmarks.sparse_pays, and one of titan-sparse choose before it.
+Those that exist count."""
 
 
 def sparse_pays() -> list[str]:
@@ -260,7 +262,8 @@ def hybrid() -> list[str]:
 
 
 def _steps_of_arms(files: list[str], *peers: str) -> list[str]:
-    """Seconds and GiB of a step. A row that names its gpu was measured on another than the file's."""
+    """Seconds and GiB of a step. A row that names its gpu was measured on
+    another than the file's."""
     arms = (*peers, "ours, dense", "ours, vertical_slash")
     cases: dict[tuple[str, str], dict[str, str]] = {}
     for ran in itertools.chain(*(result(file)["rows"] for file in files)):

@@ -11,12 +11,12 @@ tokens.
         two runs with their evaluations, as much of them as fits into nine minutes
 
 SmolLM2-135M-Instruct, or another --model of scripts.study.real_model, is extended with YaRN on long
-documents, code, prose and both, by each method: same weights, data and order. Other words are options
-of the configuration that all runs share, as --activation_checkpoint.mode full. Parts but the text can
-run at the same time, each on a GPU of its own by CUDA_VISIBLE_DEVICES. What is there already is not
-done again, and a run that was stopped goes on. OUT/report has the results of all that is done.
-Status 0: all parts that were asked for are done. Status 3: stopped before the end, and the same
-command goes on.
+documents, code, prose and both, by each method: same weights, data and order. Other words are
+options of the configuration that all runs share, as --activation_checkpoint.mode full. Parts but
+the text can run at the same time, each on a GPU of its own by CUDA_VISIBLE_DEVICES. What is there
+already is not done again, and a run that was stopped goes on. OUT/report has the results of all
+that is done. Status 0: all parts that were asked for are done. Status 3: stopped before the end,
+and the same command goes on.
 """
 
 import argparse

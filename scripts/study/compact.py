@@ -4,9 +4,9 @@
         --text outputs/study/text --out outputs/small
     python -m scripts.study.compact unpack --small outputs/small --out outputs/qwen_0_5b_small
 
-pack keeps the quantized blocks of the GGUF file, of the words that the texts use alone. The tokenizer
-splits these texts as before. A text with other words is split into smaller pieces. unpack writes a
-Hugging Face folder. Its weights are those of --folder, to the bit, and pack checks that.
+pack keeps the quantized blocks of the GGUF file, of the words that the texts use alone. The
+tokenizer splits these texts as before. A text with other words is split into smaller pieces. unpack
+writes a Hugging Face folder. Its weights are those of --folder, to the bit, and pack checks that.
 """
 
 import argparse

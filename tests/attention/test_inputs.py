@@ -1,4 +1,5 @@
-"""What attend() is given: devices, forward-mode AD, second derivatives, and tensors of no elements."""
+"""What attend() is given: devices, forward-mode AD, second derivatives, and
+tensors of no elements."""
 
 import pytest
 import torch

@@ -86,8 +86,8 @@ def test_compiled_once_equal_to_eager_for_all_masks(pattern, masks):
     [(VerticalSlash, {"dense_below": 32}), (XAttention, {"stride": 4}), (MoBA, {"chunk_size": 16})],
 )
 def test_a_pattern_made_inside_of_a_compiled_function(kind, options):
-    """Tracing does not run what makes it. Its index comes out as well. Numbers that change from call to
-    call are constants of a graph, as is a scale."""
+    """Tracing does not run what makes it. Its index comes out as well. Numbers that change from
+    call to call are constants of a graph, as is a scale."""
     q, k, v = structured_qkv(1, 4, 2, SEQ_LEN, 8)
 
     def selecting(share: float, cap: int, scale: float) -> list[Tensor]:
@@ -140,7 +140,8 @@ def test_what_cannot_be_traced_is_refused(make):
 @pytest.mark.parametrize("schedule", ["all_gather", "ring", "ulysses"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_ranks_compile_with_dynamic_shapes(schedule, pattern):
-    """Sizes of a ContextParallel are constants of the graph, in which only ops communicate and count."""
+    """Sizes of a ContextParallel are constants of the graph, in which only ops
+    communicate and count."""
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
         cp = ContextParallel(mesh, "zigzag", schedule, BLOCK)

@@ -120,7 +120,8 @@ def test_equals_keeping_everything(pattern, how, compiled):
 
 
 def test_forwards_and_backwards_in_any_order():
-    """Only autograd's context holds state: two forwards, an evaluation between them, the first backward last."""
+    """Only autograd's context holds state: two forwards, an evaluation between them, the
+    first backward last."""
     pattern, problems = PATTERNS["vertical_slash"], [_problem(seed) for seed in (1, 2)]
     ranges = [MASKS[name].rows(SEQ_LEN) for name in ("causal", "documents")]
     wanted = [_step(_block(*of, pattern, 0.0), x) for *of, x in zip(ranges, problems)]
@@ -145,7 +146,8 @@ def test_forwards_and_backwards_in_any_order():
     torch.cuda.is_available(), reason="interpreted; tests/gpu/test_attend.py does it on a GPU"
 )
 def test_triton_and_its_tables(monkeypatch, pattern, mask):
-    """The kernels and, where there are slashes, the kernels' tables serve fewer queries than keys."""
+    """The kernels and, where there are slashes, the kernels' tables serve
+    fewer queries than keys."""
     monkeypatch.setattr(
         AttentionCall,
         "_has_table_kernels",
@@ -218,7 +220,8 @@ def _kept_by_hooks(function: Callable, leaves: list[Tensor]) -> int:
 
 
 def test_what_is_kept_shrinks_as_promised():
-    """It shrinks by out and lse of the rows before the boundary, and at 1 also by the gathered verticals."""
+    """It shrinks by out and lse of the rows before the boundary, and at 1 also by
+    the gathered verticals."""
     if torch.__version__ < "2.12":
         pytest.skip(
             "with aot_eager torch 2.11 saves other tensors too; "

@@ -1,4 +1,5 @@
-"""titan-sparse choose: its numbers against transformers, its choice by hand, and one rank against two."""
+"""titan-sparse choose: its numbers against transformers, its choice by hand, and
+one rank against two."""
 
 import json
 import re

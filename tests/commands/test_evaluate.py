@@ -1,5 +1,5 @@
-"""titan-sparse evaluate, from a run's checkpoint, and inspect, whose numbers are those of tables of all
-pairs."""
+"""titan-sparse evaluate, from a run's checkpoint, and inspect, whose numbers are those of
+tables of all pairs."""
 
 import csv
 import json

@@ -1,4 +1,5 @@
-"""titan-sparse generate: its text against transformers, from folders and runs, on one rank and on two."""
+"""titan-sparse generate: its text against transformers, from folders and runs, on
+one rank and on two."""
 
 import json
 import shutil
@@ -168,7 +169,8 @@ def test_a_template_may_be_named(model, capsys, tmp_path):
 
 
 def test_options_may_stand_before_the_prompt(model, capsys):
-    """The value of a key is not taken for the folder or the prompt, nor is the prompt for a value."""
+    """The value of a key is not taken for the folder or the prompt, nor is
+    the prompt for a value."""
     words = [str(model), PROMPT, "--tokens=4"]
     wanted = _printed(capsys, *words)
     for key in (

@@ -108,7 +108,8 @@ def test_a_tokenizer_counts_by_its_content(tmp_path):
 
 
 def test_a_model_counts_by_what_it_is(tmp_path):
-    """A model.initial_hf that was moved or deleted is the same model, but not with another config.json."""
+    """A model.initial_hf that was moved or deleted is the same model, but not with
+    another config.json."""
     llama = Origin(FLAVOURS["llama3.1-8b"], "bytes", "cpu")
     before, moved = Config(), Config()
     before.model.initial_hf, moved.model.initial_hf = "old/folder", "new"

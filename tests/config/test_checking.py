@@ -1,4 +1,5 @@
-"""What check() refuses, in one line that names the option, and the sizes derived from a configuration."""
+"""What check() refuses, in one line that names the option, and the sizes derived
+from a configuration."""
 
 import re
 

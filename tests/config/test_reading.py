@@ -70,7 +70,8 @@ def test_precedence(tmp_path, order):
 
 
 def test_paths_may_begin_with_the_home_folder(monkeypatch):
-    """A shell expands neither TOML nor --key=~/value. Every other path is expanded where it is read."""
+    """A shell expands neither TOML nor --key=~/value. Every other path is
+    expanded where it is read."""
     monkeypatch.setenv("HOME", "/home/a")
     keys = "training.output_dir", "checkpoint.initial_load_path", "attention.balance_costs"
     config, _ = load([f"--{key}=~/run" for key in keys])

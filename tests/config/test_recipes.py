@@ -44,7 +44,8 @@ SMOLLM2_135M = {
 
 @pytest.fixture
 def folder_with_the_model(monkeypatch, tmp_path) -> None:
-    """The current folder: train_configs, and the config.json that scripts.study.real_model writes."""
+    """The current folder: train_configs, and the config.json that
+    scripts.study.real_model writes."""
     (tmp_path / "train_configs").symlink_to(FOLDER)
     (tmp_path / "outputs/smollm2").mkdir(parents=True)
     (tmp_path / "outputs/smollm2/config.json").write_text(json.dumps(SMOLLM2_135M))

@@ -144,8 +144,8 @@ def test_what_a_template_leaves_out_is_refused(tmp_path, name, extra, lost):
 
 
 def test_a_template_that_drops_earlier_reasoning(tmp_path):
-    """Stock Qwen3 writes another first answer when a second one follows, and is used where only the last
-    one is learned. Of an unknown family, such a template is refused."""
+    """Stock Qwen3 writes another first answer when a second one follows, and is used where only the
+    last one is learned. Of an unknown family, such a template is refused."""
     folder = write_tokenizer(tmp_path, trl_template("qwen3"))
     last = encode(folder, CHAT, loss_on="last_assistant")
     assert learned_texts(last, folder) == ["<think>\n\n</think>\n\nyes<|im_end|>"]

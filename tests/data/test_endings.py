@@ -211,7 +211,8 @@ def test_prepared_texts_say_how_they_begin(tmp_path):
 @pytest.mark.parametrize("template", [CHATML, "{{ bos_token }}" + CHATML], ids=["none", "bos"])
 @pytest.mark.parametrize("add_bos", [True, False])
 def test_needles_in_chats_begin_as_texts_do(tmp_path, template, add_bos):
-    """Raw and prepared ones alike, as AutoTokenizer begins texts. A mixture may say add_bos = false."""
+    """Raw and prepared ones alike, as AutoTokenizer begins texts. A mixture may
+    say add_bos = false."""
     folder = write_tokenizer(tmp_path / "t", template)
     tokenizer = load_tokenizer(folder)
     source = tmp_path / "chats.jsonl"

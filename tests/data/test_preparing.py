@@ -203,7 +203,8 @@ def test_a_worker_process_that_reads_other_files_is_refused(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("version", [READER - 1, READER + 1, None])
 def test_a_folder_of_other_rules_is_trained_on_but_not_continued(tmp_path, version):
-    """None: a version that wrote none. Its first shard has an end of turn of its own, so to speak."""
+    """None: a version that wrote none. Its first shard has an end of turn of
+    its own, so to speak."""
     expected = read_shards(prepared(tmp_path))
     recipe, out = Recipe(str(tmp_path / "a.jsonl"), shard_rows=3), tmp_path / "out"
 

@@ -24,7 +24,8 @@ def read(row: dict, row_format: str = "messages") -> dict:
 
 @pytest.mark.parametrize("ending", [".jsonl.zst", ".parquet"])
 def test_files_give_the_same_samples(tmp_path, ending):
-    """Parquet adds nulls for the fields that other messages and calls have. They are removed again."""
+    """Parquet adds nulls for the fields that other messages and calls have.
+    They are removed again."""
     called = {"role": "assistant", "tool_calls": [CALL]}
     path = tmp_path / f"chats{ending}"
     rows = [{"messages": CHAT, "tools": json.dumps(TOOLS)}, {"messages": [HI, called]}]

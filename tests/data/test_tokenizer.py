@@ -134,7 +134,8 @@ FOLDERS = {
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_tokens_are_those_of_autotokenizer(tmp_path, name):
-    """Tokens that only tokenizer_config.json has, and classes that replace parts of tokenizer.json."""
+    """Tokens that only tokenizer_config.json has, and classes that replace
+    parts of tokenizer.json."""
     folder = write_tokenizer(tmp_path, "")
     before = load_tokenizer(folder)
     path = tmp_path / "tokenizer_config.json"

@@ -1,4 +1,5 @@
-"""titan_sparse.data.whole: chats are packed whole, from rows and from shards, and resumed exactly."""
+"""titan_sparse.data.whole: chats are packed whole, from rows and from shards,
+and resumed exactly."""
 
 import logging
 from collections.abc import Callable
@@ -97,7 +98,8 @@ def test_an_epoch_holds_each_chat_once_and_whole(chats_of, shuffle, window, capl
 
 @pytest.mark.parametrize("consumed", [1, 7])
 def test_resume_equals_uninterrupted_on_any_ranks(chats_of, consumed, monkeypatch):
-    """Over windows of two sequences, so that places are in the middle and at the ends of several."""
+    """Over windows of two sequences, so that places are in the middle and at
+    the ends of several."""
     monkeypatch.setattr(stream, "WINDOW", 2)
     data = chats_of()
     check_resume(data, consumed, SEQ_LEN)
@@ -163,9 +165,9 @@ def test_the_command_prepares_chats(tmp_path, chats_of, capsys):
 
 
 def test_prepared_chats_keep_their_template_and_what_is_learned(tmp_path, chats_of):
-    """A run that leaves data.tokenizer to its model still asks, validates, and exports as it trained.
-    The template beside prepared texts is not that of chats, nor is that of prepared chats the one of
-    raw chats beside them."""
+    """A run that leaves data.tokenizer to its model still asks, validates, and exports as it
+    trained. The template beside prepared texts is not that of chats, nor is that of prepared chats
+    the one of raw chats beside them."""
     other = tmp_path / "other.jinja"
     other.write_text("{{ shout }}" + CHATML.replace("<|im_start|>", "<|start|>"))
     variables = '{"shout": "!"}'
@@ -262,7 +264,8 @@ def test_a_damaged_mask_is_refused(tmp_path, chats_of):
 
 
 def test_a_file_of_a_run_may_say_how_its_prepared_tokens_were_made(tmp_path, chats_of):
-    """As train_configs/sft_qwen3_8b_128k.toml, which docs/finetune.md starts with a prepared folder."""
+    """As train_configs/sft_qwen3_8b_128k.toml, which docs/finetune.md starts
+    with a prepared folder."""
     data = chats_of(loss_on="last_assistant")
     folder = prepare_chats(data, tmp_path / "out", loss_on="last_assistant")
     bare = Data(source=folder, tokenizer=folder)

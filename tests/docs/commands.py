@@ -1,6 +1,6 @@
-"""The commands that README, CONTRIBUTING.md, and docs/*.md show, and what the tests do with them. A program
-runs in this process, in a folder that holds everything the commands name. One that needs GPUs or hours is
-stopped after its parser."""
+"""The commands that README, CONTRIBUTING.md, and docs/*.md show, and what the tests do with them. A
+program runs in this process, in a folder that holds everything the commands name. One that needs
+GPUs or hours is stopped after its parser."""
 
 import argparse
 import contextlib
@@ -39,7 +39,8 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands_of(page: Path) -> list[Command]:
-    """The commands of a page's bash blocks. A backslash at the end of a line joins it with the next."""
+    """The commands of a page's bash blocks. A backslash at the end of a line
+    joins it with the next."""
     commands = []
     for block in blocks(page, "(?:ba)?sh"):
         for line in block.replace("\\\n", " ").splitlines():
@@ -101,7 +102,8 @@ RULES: dict[str, tuple[str, ...] | None] = {
     f"{COMMANDS}show_data": (),
     "titan_sparse.integrations.lm_eval": None,
 }
-"""Program -> options appended to its command line, which shrink it. None: only this line is parsed."""
+"""Program -> options appended to its command line, which shrink it. None: only
+this line is parsed."""
 
 
 def workspace(folder: Path) -> None:
@@ -109,7 +111,8 @@ def workspace(folder: Path) -> None:
     for name in ("train_configs", "scripts", "benchmarks", "docs", "Makefile", "tests"):
         (folder / name).symlink_to(ROOT / name)
 
-    # outputs/run: a finished run of the flavour debug, with a checkpoint and what a GPU's trace holds.
+    # outputs/run: a finished run of the flavour debug, with a checkpoint and what
+    # a GPU's trace holds.
     write_texts(folder / "texts", documents=4)
     (folder / "texts/long.txt").write_text("The grass is green. The sky is blue. " * 120)
     config = debug_run(folder, "outputs/run")
@@ -142,7 +145,8 @@ def workspace(folder: Path) -> None:
 
 
 def try_command(words: tuple[str, ...], folder: Path) -> None:
-    """Runs a command in shrunken form in `folder`. Raises AssertionError if it does not work or no rule fits."""
+    """Runs a command in shrunken form in `folder`. Raises AssertionError if it does not
+    work or no rule fits."""
     if words[0] in OTHERS:
         OTHERS[words[0]](list(words[1:]))
         return
@@ -185,8 +189,8 @@ def check_torchtitan(arguments: list[str]) -> None:
 
 
 def python_program(words: list[str]) -> tuple[str, list[str], int]:
-    """What `python ...`, `titan-sparse ...` or `torchrun ...` starts: a module or a file, its words, and how
-    many processes. Options of torchrun itself go through its own parser."""
+    """What `python ...`, `titan-sparse ...` or `torchrun ...` starts: a module or a file, its
+    words, and how many processes. Options of torchrun itself go through its own parser."""
     processes = 1
     if words[0] == "torchrun":
         launch = get_args_parser().parse_args(words[1:])
@@ -204,7 +208,8 @@ def python_program(words: list[str]) -> tuple[str, list[str], int]:
 
 
 def try_training(arguments: list[str], processes: int, words: tuple[str, ...]) -> None:
-    """A run on GPUs fits into its GPUs by --dry-run. tests/test_train.py starts the one on the CPU."""
+    """A run on GPUs fits into its GPUs by --dry-run. tests/test_train.py
+    starts the one on the CPU."""
     if {"--dry-run", "--find-max-length", "--help"}.intersection(arguments):
         assert run_module("titan_sparse.train", arguments) == 0
     elif load(arguments)[0].training.device == "cpu":
@@ -215,7 +220,8 @@ def try_training(arguments: list[str], processes: int, words: tuple[str, ...]) -
 
 
 def run_module(module: str, words: list[str], folder: Path = Path()) -> int:
-    """The status of `python -m module words`, run in this process in `folder`, alone in its world."""
+    """The status of `python -m module words`, run in this process in
+    `folder`, alone in its world."""
     if module.startswith(COMMANDS):
         module, words = "titan_sparse", [module.removeprefix(COMMANDS), *words]
     argv = mock.patch.object(sys, "argv", [module, *words])

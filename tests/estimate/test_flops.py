@@ -36,7 +36,8 @@ def test_matmul_flops_are_six_a_weight_of_a_matrix(model):
 
 @pytest.mark.parametrize("targets", ["all-linear", "o_proj,up_proj"])
 def test_flops_with_adapters_are_those_of_torchs_counter(targets):
-    """Of linear layers, without gradients that are not needed: those of the first adapters' inputs."""
+    """Of linear layers, without gradients that are not needed: those of the
+    first adapters' inputs."""
     model = dataclasses.replace(FLAVOURS["debug"], layers=2)
     adapters = resolve_adapters(model, 4, 32, 0.0, targets, "default")
     attend = lambda q, k, v, mask: q + (k + v).sum(1, keepdim=True)  # noqa: E731

@@ -34,7 +34,8 @@ from titan_sparse.training.model import build_model
 
 ROOT = Path(__file__).parents[2]
 
-# Published shapes with few layers: tied with biases; a head of its own; queries wider than the model, with their norms.
+# Published shapes with few layers: tied with biases; a head of its own; queries wider than the
+# model, with their norms.
 QWEN2 = dataclasses.replace(FLAVOURS["qwen2.5-0.5b"], layers=3), 32768
 LLAMA = dataclasses.replace(FLAVOURS["llama3.1-8b"], layers=3), 16384
 QWEN3 = dataclasses.replace(FLAVOURS["qwen3-0.6b"], layers=3), 65536
@@ -165,7 +166,8 @@ LONG = StepShape(
     backend="triton",
     loss_chunk_tokens=4096,
 )
-# GiB of Qwen2.5-3B with 524,288 tokens: parameters in fp32, out with its lse, an intermediate tensor.
+# GiB of Qwen2.5-3B with 524,288 tokens: parameters in fp32, out with its lse, an
+# intermediate tensor.
 PARAMETERS = 3.086e9 * 4 / GIB
 LSE = 16 * 524288 * 4 / GIB
 OUT = 2 + LSE

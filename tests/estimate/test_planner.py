@@ -1,4 +1,5 @@
-"""Plans of a layer, against runs that were measured and by hand, and the constants that they read."""
+"""Plans of a layer, against runs that were measured and by hand, and the
+constants that they read."""
 
 import dataclasses
 import json

@@ -42,7 +42,8 @@ def test_windows_score_each_token_once_with_context(stride):
     for tokens, labels in windows(map(Encoded, texts), 7, stride):
         assert len(tokens) == len(labels) <= 7
         for place in np.flatnonzero(labels != -100):
-            # The next token of the same document. A later window adds only tokens with long context.
+            # The next token of the same document. A later window adds only
+            # tokens with long context.
             assert labels[place] == tokens[place] + 1
             assert place >= 7 - stride or tokens[0] % 100 == 0
             seen.append(labels[place])
@@ -50,7 +51,8 @@ def test_windows_score_each_token_once_with_context(stride):
 
 
 def test_windows_score_only_what_is_learned_of_a_chat():
-    """Of tokens 0 to 19, only 8 to 11 and 19 are scored. The window in between has nothing to score."""
+    """Of tokens 0 to 19, only 8 to 11 and 19 are scored. The window in between
+    has nothing to score."""
     learned = np.isin(np.arange(20), [8, 9, 10, 11, 19])
     found = list(windows([Encoded(np.arange(20), learned)], 5, 5))
     assert [window.tokens.tolist() for window in found] == [
@@ -204,7 +206,8 @@ def _scorer(folder: Path, **settings) -> tuple[Scorer, Documents]:
 
 
 def plain_decoder(model: Decoder) -> Decoder:
-    """The tiny model's weights in a decoder of causal attention by torch, not sharded. Collective."""
+    """The tiny model's weights in a decoder of causal attention by torch, not
+    sharded. Collective."""
 
     def attend(q, k, v, _):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -350,7 +353,8 @@ def _ranks_write_what_one_writes(folder: Path) -> None:
 
 
 def _prompts_do_not_meet(folder: Path) -> None:
-    """Each prompt of a batch gets the tokens that it gets alone. Data-parallel ranks have prompts of their own."""
+    """Each prompt of a batch gets the tokens that it gets alone. Data-parallel ranks have
+    prompts of their own."""
     scorer, _ = _scorer(folder)
     prompts = _prompts(90, 1, 33)
     together = generate(scorer, prompts, NEW)

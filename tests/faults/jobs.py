@@ -1,5 +1,5 @@
-"""Training jobs for tests that plant faults: train.py's program in forks of a process that has loaded
-torch already.
+"""Training jobs for tests that plant faults: train.py's program in forks of a process that has
+loaded torch already.
 
 A start takes a second instead of the eight of a new interpreter. Everything else is as torchrun
 would have it: arguments, environment, output, exit status.

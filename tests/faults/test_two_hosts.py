@@ -1,7 +1,7 @@
 """A run over two hosts: the losses of one host, a resume, and a host that is lost and comes back.
 
-The hosts are on one machine: namespaces with a name, processes, and a network of their own. They share
-a disk and a link with addresses of the block reserved for documentation. Nothing outside the
+The hosts are on one machine: namespaces with a name, processes, and a network of their own. They
+share a disk and a link with addresses of the block reserved for documentation. Nothing outside the
 namespaces is changed, but for /etc/netns, from where `ip` reads the names of hosts.
 """
 

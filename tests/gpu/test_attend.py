@@ -94,7 +94,8 @@ def test_recomputed_attention(pattern, backend, compiled):
     for share in (0.0, 0.5):
 
         def block(q, k, v, share=share):
-            # Another tensor than the one that is kept, so that the caller's hold on it counts the same.
+            # Another tensor than the one that is kept, so that the caller's hold
+            # on it counts the same.
             return 2 * attend(q * 1.5, k, v, **options, recomputed=share)
 
         def gradients_of(out: Tensor) -> tuple[Tensor, ...]:

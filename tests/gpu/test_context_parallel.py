@@ -147,7 +147,8 @@ def _inputs(tokens: int, seed: int = 0) -> list[Tensor]:
 
 
 def _errors(mesh: DeviceMesh, contexts: dict[str, ContextParallel]) -> dict:
-    """By "ranks data pattern schedule": errors of out, dq, dk, dv; and by data those of flash attention."""
+    """By "ranks data pattern schedule": errors of out, dq, dk, dv; and by data
+    those of flash attention."""
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def over(mesh: DeviceMesh | None, layout: str, *schedules: str) -> list[ContextParallel]:
@@ -167,7 +168,8 @@ def _errors(mesh: DeviceMesh, contexts: dict[str, ContextParallel]) -> dict:
         group = str(two.get_local_rank("dp"))
         runs += [(2, group, cp) for cp in over(two["cp"], "striped", "all_gather", "ring")]
         runs += [(1, group, alone)]
-        # Last: torch names a group by how many its process knows, and from here on rank 0 knows fewer.
+        # Last: torch names a group by how many its process knows, and from here
+        # on rank 0 knows fewer.
         three = DeviceMesh("cuda", [1, 2, 3], mesh_dim_names=("cp",))
         if rank > 0:
             runs += [(3, "0", cp) for cp in over(three, "zigzag", "all_gather", "ring")]
@@ -229,8 +231,8 @@ def _equal_in_autocast(cp: ContextParallel) -> list[bool]:
 def _memory(cp: ContextParallel) -> list[tuple[int, int]]:
     """Bytes held after 5 and after 50 calls, and at most, forward and backward.
 
-    There is no garbage collection, as in training. The bytes are those that were asked for: what the
-    allocator gives depends on how it has split its memory before.
+    There is no garbage collection, as in training. The bytes are those that were asked for: what
+    the allocator gives depends on how it has split its memory before.
     """
     *qkv, d_out = (cp.shard(x, 2) for x in _inputs(TOKENS))
     gc.collect()

@@ -109,7 +109,8 @@ def test_layouts(which):
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_after_torchs_own_calls(batch):
-    """torch caches plans by the layout of q, k and v: here it has one for another layout of d_out."""
+    """torch caches plans by the layout of q, k and v: here it has one for
+    another layout of d_out."""
     qkv, d_out = problem((6, 2), 128, 1152, batch=batch)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         run = functools.partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True)
@@ -121,7 +122,8 @@ def test_after_torchs_own_calls(batch):
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_compiled(share):
-    """With a part of the sequence computed again: its later queries meet a rectangle and a square."""
+    """With a part of the sequence computed again: its later queries meet a
+    rectangle and a square."""
     qkv, d_out = problem((8, 2), 128, 2048)
     run = functools.partial(attend, backend="cudnn", recomputed=share)
     got = with_gradients(torch.compile(run, fullgraph=True), qkv, d_out)

@@ -71,7 +71,8 @@ class Cell(NamedTuple):
 
     def inputs(self) -> tuple[list[Tensor], Tensor]:
         inputs, d_out = problem(self.heads, self.dim, self.tokens, dtype=self.dtype)
-        # In memory by token, as models have them. Padding, where there is any, lays them out by head.
+        # In memory by token, as models have them. Padding, where there is any,
+        # lays them out by head.
         inputs = [by_token(x) for x in inputs]
         if self.sinks is not None:
             # From one that hardly counts to one that takes most.
@@ -147,7 +148,8 @@ EXACT = [
 
 
 def _results(cell: Cell) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """out and all gradients, the same in fp64 over the pairs that were selected, and these pairs."""
+    """out and all gradients, the same in fp64 over the pairs that were
+    selected, and these pairs."""
     inputs, d_out = cell.inputs()
     function = cell.function()
     _, aux = function(*inputs, return_aux=True)

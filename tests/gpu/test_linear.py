@@ -1,5 +1,5 @@
-"""flash-linear-attention's kernels in our linear attention: against plain torch, without leaks between
-documents, and over two processes that share the GPU.
+"""flash-linear-attention's kernels in our linear attention: against plain torch, without leaks
+between documents, and over two processes that share the GPU.
 """
 
 import functools
@@ -41,8 +41,9 @@ class Pair:
 
 
 def run(cp: object, changed: slice = slice(0)) -> list[Tensor]:
-    """out and the gradient of the input, of this rank's tokens, and the gradients of all parameters,
-    in fp32. States live for thousands of tokens. changed: tokens of the first row that differ."""
+    """out and the gradient of the input, of this rank's tokens, and the gradients of all
+    parameters, in fp32. States live for thousands of tokens. changed: tokens of the first row
+    that differ."""
     from transformers.models.qwen3_5 import modeling_qwen3_5
 
     config = transformers.Qwen3_5TextConfig(

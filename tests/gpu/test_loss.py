@@ -1,4 +1,5 @@
-"""The fused loss on one CUDA GPU, in bf16: errors against fp64, memory, and chunks beyond 2^31 elements."""
+"""The fused loss on one CUDA GPU, in bf16: errors against fp64, memory, and chunks
+beyond 2^31 elements."""
 
 import pytest
 import torch
@@ -67,7 +68,8 @@ def test_memory_is_one_chunk_and_gradients() -> None:
 
 
 def test_chunk_of_more_than_two_to_the_31_elements() -> None:
-    """bf16 gradients lie at the front of rows of fp32 logits: 8192 such rows span 2.5e9 elements of 2 bytes."""
+    """bf16 gradients lie at the front of rows of fp32 logits: 8192 such rows span 2.5e9
+    elements of 2 bytes."""
     hidden, weight, labels = _inputs(8192, 64, 151936)
     results = []
     for chunk_tokens in (8192, 1024):

@@ -148,7 +148,8 @@ def test_optimizer_offload(tmp_path, exact):
     assert not [name for name in _distances(offloaded, exact) if name.startswith("0: ")]
     assert offloaded.losses == pytest.approx(exact.losses, rel=1e-3)
     fp32 = sum(p.numel() for p in parameters) * 4
-    # Weights and both states, but for one layer's fp32 weights on their way; gradients are not complete at the peak.
+    # Weights and both states, but for one layer's fp32 weights on their way; gradients are not
+    # complete at the peak.
     assert exact.peak - offloaded.peak > 2.5 * fp32
 
 

@@ -58,7 +58,8 @@ def _by_twins(q: Tensor, k: Tensor, pattern: Pattern, mask: Mask):
     ids=str,
 )
 def test_kernels_choose_what_the_twins_do(pattern, mask, dtype, seq_len):
-    """They match except for candidates of about equal score that rounding moves over a threshold."""
+    """They match except for candidates of about equal score that rounding
+    moves over a threshold."""
     q, k = _generated(seq_len, dtype)
     of_length = MASKS[mask](seq_len)
     got = PATTERNS[pattern].select(q, k, of_length)
@@ -123,7 +124,8 @@ X_MASKS = {
 def test_xattentions_kernels_choose_what_the_twins_do(
     mask, heads, head_dim, stride, threshold, dtype
 ):
-    """They match except for blocks that rounding moves over the limit, which are worth about as much as others."""
+    """They match except for blocks that rounding moves over the limit, which are worth
+    about as much as others."""
     q, k = _generated(X_LEN, dtype, heads, head_dim)
     pattern = XAttention(stride, threshold, dense_below=256)
     blocks = torch.arange(X_LEN // 128, device="cuda")

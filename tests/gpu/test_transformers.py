@@ -95,7 +95,8 @@ def waits(model: nn.Module, inputs: dict[str, Tensor]) -> int:
 
 
 def test_reduce_overhead_replays_the_same(fresh_compiler):
-    """Dense attention is in the CUDA graphs of mode "reduce-overhead". cuDNN adds dq in any order."""
+    """Dense attention is in the CUDA graphs of mode "reduce-overhead". cuDNN
+    adds dq in any order."""
     register()
     model = on_gpu("llama")
     model.set_attn_implementation("titan_sparse")

@@ -1,4 +1,5 @@
-"""Sums along antidiagonals and what is chosen by them: the kernels against their plain-torch twins."""
+"""Sums along antidiagonals and what is chosen by them: the kernels against
+their plain-torch twins."""
 
 from typing import NamedTuple
 
@@ -98,7 +99,8 @@ def test_sums(mask, options):
 
 
 def test_weights_that_vanish_beside_the_largest():
-    """A tile's sums are relative to its own maxima: scores of -1000 become neither zeros nor NaN."""
+    """A tile's sums are relative to its own maxima: scores of -1000 become
+    neither zeros nor NaN."""
     given = problem("causal")
     given = given._replace(q=given.q * 300)
     want = twin_of(given)

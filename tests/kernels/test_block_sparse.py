@@ -1,6 +1,7 @@
 """Block-sparse attention kernels and the triton backend against the eager backend in fp64.
 
-Without a GPU the kernels run in Triton's interpreter (tests/conftest.py), where bf16 is wrong: fp32 and fp16 there.
+Without a GPU the kernels run in Triton's interpreter (tests/conftest.py), where bf16 is wrong:
+fp32 and fp16 there.
 """
 
 import math
@@ -26,7 +27,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class RandomIndex(BlockIndex):
-    """Every block pair is selected with some probability, the last query block selects none; random verticals."""
+    """Every block pair is selected with some probability, the last query block selects
+    none; random verticals."""
 
     def __init__(
         self, heads: int, blocks: int, block_size: int, batch: int, verticals: int, device: str

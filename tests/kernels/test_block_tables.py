@@ -15,7 +15,8 @@ from titan_sparse.kernels.compact import unpack
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZE = 16
-# Windows that begin where blocks do, for the first query of a block, as that of 65, and for the last.
+# Windows that begin where blocks do, for the first query of a block, as that of
+# 65, and for the last.
 MASKS = RANGES | {"window of whole blocks": SlidingWindow(96)}
 PATTERNS = [
     VerticalSlash(recall=0.7, sinks=3, max_verticals=60, dense_below=48),

@@ -1,4 +1,5 @@
-"""Flags as bits of words, and the positions of those that are set: against nonzero() and the twin."""
+"""Flags as bits of words, and the positions of those that are set: against
+nonzero() and the twin."""
 
 import pytest
 import torch

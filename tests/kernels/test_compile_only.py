@@ -1,7 +1,7 @@
 """All kernels compile, and fit into shared memory, which the interpreter cannot show.
 
-A program compiles them for a GPU that is not there: python -m tests.kernels.test_compile_only H200 128
-(the head_dim). Attention runs as on a GPU, in bf16 and with blocks of 128. But kernels are not
+A program compiles them for a GPU that is not there: python -m tests.kernels.test_compile_only H200
+128 (the head_dim). Attention runs as on a GPU, in bf16 and with blocks of 128. But kernels are not
 launched, so that all results are garbage.
 """
 
@@ -27,7 +27,8 @@ KERNELS = Path(titan_sparse.kernels.__path__[0])
 
 
 class GPU(NamedTuple):
-    """H200 or another GPU. capability: in Triton's notation. shared_memory: bytes available to a program."""
+    """H200 or another GPU. capability: in Triton's notation. shared_memory: bytes
+    available to a program."""
 
     capability: int
     shared_memory: int

@@ -14,7 +14,8 @@ TILE = kernels._TILE
 def _inputs(
     rows: int, vocab: int, dtype: torch.dtype, padding: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits in the middle of a wider buffer of nan, so that what lies beyond a row is neither read nor written."""
+    """Logits in the middle of a wider buffer of nan, so that what lies beyond a row is
+    neither read nor written."""
     g = torch.Generator().manual_seed(rows * vocab)
     buffer = torch.full((rows, vocab + padding), torch.nan, dtype=dtype, device=DEVICE)
     buffer[:, :vocab] = torch.randn(rows, vocab, generator=g) * 5

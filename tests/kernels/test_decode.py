@@ -1,5 +1,5 @@
-"""attend_in_parts() against its plain-torch twin, which tests/attention/test_decode.py holds against
-attention in float64.
+"""attend_in_parts() against its plain-torch twin, which tests/attention/test_decode.py holds
+against attention in float64.
 
 Without a GPU it runs in Triton's interpreter, where bf16 is wrong: fp32 and fp16 there.
 """

@@ -1,4 +1,5 @@
-"""The MLP over chunks of tokens: equal to the whole one, one op in a compiled block, no forward run for nothing."""
+"""The MLP over chunks of tokens: equal to the whole one, one op in a compiled block, no
+forward run for nothing."""
 
 from dataclasses import replace
 from unittest.mock import Mock
@@ -77,7 +78,8 @@ def test_error_of_gradients_does_not_grow_with_chunks(targets):
 
 
 def test_the_activation_is_rounded_once():
-    """In bfloat16 the result is as if computed in float64. A rounding is at most 2^-8 of the value."""
+    """In bfloat16 the result is as if computed in float64. A rounding is at
+    most 2^-8 of the value."""
     torch.manual_seed(0)
     gate, up, d_hidden = torch.randn(3, 64, 48).bfloat16()
     exact = [gate.double().requires_grad_(), up.double().requires_grad_()]
@@ -126,8 +128,8 @@ def _block(chunk_tokens: int) -> tuple[Block, tuple[Tensor, ...]]:
     [("aot_eager", 1), (None, 2), pytest.param("inductor", 1, marks=pytest.mark.slow)],
 )
 def test_in_a_checkpointed_block(monkeypatch, backend, forwards):
-    """Compiled, a step runs each op once: 48 chunks forward, 48 backward, and the block is one graph.
-    Not compiled, the recomputation runs the forward again."""
+    """Compiled, a step runs each op once: 48 chunks forward, 48 backward, and the block is one
+    graph. Not compiled, the recomputation runs the forward again."""
     forward = Mock(side_effect=chunked_mlp.swiglu)
     backward = Mock(side_effect=chunked_mlp.swiglu_backward)
     monkeypatch.setattr(chunked_mlp, "swiglu", forward)

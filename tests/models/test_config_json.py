@@ -1,4 +1,5 @@
-"""config.json of Hugging Face and the weights beside it: read as transformers reads them, or refused."""
+"""config.json of Hugging Face and the weights beside it: read as transformers
+reads them, or refused."""
 
 import json
 import logging

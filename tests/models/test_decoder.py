@@ -1,5 +1,5 @@
-"""titan_sparse.models.decoder and flavours: counts, overrides, dense layers, first weights, and rotary
-embeddings."""
+"""titan_sparse.models.decoder and flavours: counts, overrides, dense layers, first weights,
+and rotary embeddings."""
 
 import copy
 import json
@@ -300,7 +300,8 @@ FAR = replace(
 
 
 def _turned_by_transformers(q: Tensor, k: Tensor, positions: Tensor) -> list[Tensor]:
-    """q and k [B, H, S, D], turned in fp32 and rounded once. In bf16 transformers rounds the tables too."""
+    """q and k [B, H, S, D], turned in fp32 and rounded once. In bf16 transformers
+    rounds the tables too."""
     table = {"rope_type": "default", "rope_theta": FAR.rope.theta}
     config = LlamaConfig(head_dim=FAR.head_dim, rope_parameters=table)
     rotary = modeling_llama.LlamaRotaryEmbedding(config)

@@ -1,4 +1,5 @@
-"""Adapters on a decoder: which layers have them, and what they begin with. Runs: training/test_lora.py."""
+"""Adapters on a decoder: which layers have them, and what they begin with. Runs:
+training/test_lora.py."""
 
 import math
 import sys

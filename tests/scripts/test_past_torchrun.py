@@ -1,4 +1,5 @@
-"""scripts/past_torchrun.sh: signals reach the ranks, and a torchrun that failed is started again."""
+"""scripts/past_torchrun.sh: signals reach the ranks, and a torchrun that
+failed is started again."""
 
 import os
 import signal
@@ -14,7 +15,8 @@ from tests.distributed import torchrun
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/past_torchrun.sh"
 
-# Starts a rank that ends well when it is signaled; ends with its status, and badly if signaled itself.
+# Starts a rank that ends well when it is signaled; ends with its status, and
+# badly if signaled itself.
 TORCHRUN = """
 import signal, subprocess, sys
 rank = '''

@@ -44,7 +44,8 @@ class Trace:
 
 
 def a_step() -> list[dict]:
-    """A step whose kernels run 100 ms after their launches, so that times alone do not identify them."""
+    """A step whose kernels run 100 ms after their launches, so that times alone
+    do not identify them."""
     trace = Trace()
     trace.inside("ProfilerStep#5", start=0, end=50)
     trace.inside("FSDP::pre_forward (layers.0)", "FSDP::all_gather (layers.0)", start=1)

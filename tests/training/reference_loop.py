@@ -1,4 +1,5 @@
-"""A training run without titan_sparse: tokens of a shard, a model of transformers, torch.optim, a loop."""
+"""A training run without titan_sparse: tokens of a shard, a model of transformers,
+torch.optim, a loop."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -49,8 +50,8 @@ def ordered(
 
 
 def pack(documents: list[np.ndarray], seq_len: int, joined: bool = False) -> list[list[Piece]]:
-    """The sequences that the documents fill, each as a list of pieces, or one piece if the documents see
-    each other (`joined`). A rest is left out."""
+    """The sequences that the documents fill, each as a list of pieces, or one piece if the
+    documents see each other (`joined`). A rest is left out."""
     tokens = torch.from_numpy(np.concatenate(documents))
     owner = torch.from_numpy(np.repeat(np.arange(len(documents)), [len(d) for d in documents]))
     labels = tokens.roll(-1)

@@ -1,5 +1,5 @@
-"""Where a run's tensors live: its device, its meshes, what FSDP does with weights, what is compiled,
-recomputed, or offloaded, and float8. GPUs and other ranks are stand-ins."""
+"""Where a run's tensors live: its device, its meshes, what FSDP does with weights, what is
+compiled, recomputed, or offloaded, and float8. GPUs and other ranks are stand-ins."""
 
 import functools
 from collections.abc import Callable
@@ -173,7 +173,8 @@ def test_gradients_are_near(recipe):
 
 
 def test_a_run_recomputes_as_much_of_attention_as_its_memory_requires(texts, monkeypatch):
-    """attention_recompute = -1 with free memory for the estimated peak of a share, of which 90 % count."""
+    """attention_recompute = -1 with free memory for the estimated peak of a share,
+    of which 90 % count."""
     config = tiny_config(texts, "run", training__seq_len=640, attention__pattern="dense")
     model = resolve(**vars(config.model))
     for wanted, more in ((0.5, 1.001), (0.5625, 0.999), (0.0, 10), (1.0, 0.1)):

@@ -1,5 +1,5 @@
-"""Runs that change their base model: longer sequences, another theta, more tokens, untrained tokens.
-transformers is the reference, and reads what is exported."""
+"""Runs that change their base model: longer sequences, another theta, more tokens, untrained
+tokens. transformers is the reference, and reads what is exported."""
 
 import json
 import logging
@@ -379,7 +379,8 @@ def test_names_that_are_not_tokens_are_refused(chats, names, message):
 
 @pytest.mark.parametrize("chats", [(False, ZERO)], indirect=True, ids=["untied"])
 def test_rows_that_look_untrained(chats):
-    """Trained rows do not. Rows of a padded table do, and new ones of transformers, nearly alike."""
+    """Trained rows do not. Rows of a padded table do, and new ones of
+    transformers, nearly alike."""
     base = str(chats / "base")
     names = [*sorted(ENDS), "<|user|>", "<|system|>"]
     tokenizer = read_tokenizer(chats / "base")

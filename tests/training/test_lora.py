@@ -1,4 +1,5 @@
-"""Whole runs with adapters have the losses and adapters of PEFT in a textbook loop, on any ranks."""
+"""Whole runs with adapters have the losses and adapters of PEFT in a
+textbook loop, on any ranks."""
 
 import shutil
 import sys

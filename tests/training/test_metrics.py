@@ -89,7 +89,8 @@ def test_what_is_no_metrics_is_refused(tmp_path, text, reason):
 
 
 def test_steps_that_a_run_has_left_do_not_count(tmp_path):
-    """From step 8 the run goes back to 4, logs every second step, and ends at 6. Then it goes on."""
+    """From step 8 the run goes back to 4, logs every second step, and ends
+    at 6. Then it goes on."""
     path = tmp_path / "metrics.jsonl"
     lines = JsonLines(path)
     for step in (1, 2, 3, 4, 5, 6, 7, 8, 6):

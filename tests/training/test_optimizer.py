@@ -74,7 +74,8 @@ def test_the_schedule_is_torchtitans_to_the_bit(decay_type):
 
 
 def _model(mesh: DeviceMesh) -> nn.Module:
-    """Replicated over one axis and sharded over the other. Some ranks have no row of some tensors."""
+    """Replicated over one axis and sharded over the other. Some ranks have no
+    row of some tensors."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 1), nn.LayerNorm(3))
     for module in model:

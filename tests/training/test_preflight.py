@@ -1,4 +1,5 @@
-"""Before the first step: ranks that differ do not start, and what a start leaves in the run folder."""
+"""Before the first step: ranks that differ do not start, and what a start
+leaves in the run folder."""
 
 import contextlib
 import io

@@ -1,4 +1,5 @@
-"""How a run begins and ends: refusals, resuming, what follows a step, stop signals, and timeouts."""
+"""How a run begins and ends: refusals, resuming, what follows a step, stop
+signals, and timeouts."""
 
 import fcntl
 import gc

@@ -1,4 +1,5 @@
-"""When steps become CUDA graphs, and what a graph depends on. tests/gpu/test_step_graphs.py runs them."""
+"""When steps become CUDA graphs, and what a graph depends on.
+tests/gpu/test_step_graphs.py runs them."""
 
 import warnings
 from collections import defaultdict
@@ -102,7 +103,8 @@ def _batch(mask) -> MicroBatch:
 
 
 def test_documents_share_a_graph():
-    """Their number and lengths are tensors of the same size. A mask without padding is another kind."""
+    """Their number and lengths are tensors of the same size. A mask without
+    padding is another kind."""
     shapes = [
         flattened(_batch(mask))[1]
         for mask in (
@@ -116,7 +118,8 @@ def test_documents_share_a_graph():
     assert shapes[0] == shapes[1] == shapes[2]
     assert len({*shapes}) == 3
     tensors, _ = flattened(_batch(Documents([[5]])))
-    # Tokens, positions, labels, four of the mask with its offsets, the seed, and the labels' number.
+    # Tokens, positions, labels, four of the mask with its offsets, the seed,
+    # and the labels' number.
     assert len(tensors) == 9
 
 

@@ -18,7 +18,8 @@ from titan_sparse.training import offload
 from titan_sparse.training.trainer import Trainer
 
 Case = dict[str, object]
-"""Overrides of tiny_config(). "batch": sequences a step of the run on one process that equals it."""
+"""Overrides of tiny_config(). "batch": sequences a step of the run on one
+process that equals it."""
 
 
 def _run(config: Config) -> tuple[dict, Trainer]:

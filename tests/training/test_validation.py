@@ -48,8 +48,8 @@ VALIDATION = {
 
 @on_ranks(2)
 def test_training_is_the_same_with_and_without(texts):
-    """Weights, losses, data position and random numbers stay equal to the bit. The last line is what the
-    trained weights give, and TensorBoard has it."""
+    """Weights, losses, data position and random numbers stay equal to the bit. The last line is
+    what the trained weights give, and TensorBoard has it."""
     plain = train(tiny_config(texts, "plain", **SETTINGS))
     before = torch.get_rng_state()
     settings = SETTINGS | VALIDATION | {"metrics__tensorboard": True}
@@ -76,7 +76,8 @@ def test_training_is_the_same_with_and_without(texts):
     assert [event.step for event in events.Scalars("validation/loss")] == [0, 1, 2]
     assert events.Scalars("validation/loss")[2].value == pytest.approx(wanted["loss"])
     assert len(events.Images("validation_needle/score_by_depth")) == 3
-    # The model writes the same as in a forward of its own, and what it has learned changes the text.
+    # The model writes the same as in a forward of its own, and what it has
+    # learned changes the text.
     texts = [line["text"] for line in (start, first, last)]
     assert len(set(texts)) == 3 and all(texts)
     written = validated.validation._text(validated.scorer)
@@ -85,7 +86,8 @@ def test_training_is_the_same_with_and_without(texts):
 
 
 def test_what_is_printed(texts, caplog):
-    """The first line comes before the first step. A resumed run has none, and one may do without."""
+    """The first line comes before the first step. A resumed run has none,
+    and one may do without."""
     settings = {"validation__enable": True, "checkpoint__enable": True, "training__steps": 2}
     settings |= {"validation__position_buckets": 3, "validation__windows": 2}
     with caplog.at_level("INFO", "titan_sparse"):
@@ -112,7 +114,8 @@ def test_what_is_printed(texts, caplog):
     ],
 )
 def test_what_is_read(monkeypatch, section, source, subset, split):
-    """Of data.source, what [data] names, but for the split. Of another source, nothing of [data]."""
+    """Of data.source, what [data] names, but for the split. Of another
+    source, nothing of [data]."""
     config = Config()
     config.training.seq_len = 8
     config.validation.enable = True

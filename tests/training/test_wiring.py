@@ -297,7 +297,8 @@ def test_every_key_does_what_it_says(folder, monkeypatch):
 
 
 def test_validation_is_the_loss_of_transformers(folder):
-    """Before the first step, after every third, and after the last: of the documents' first windows, one by one."""
+    """Before the first step, after every third, and after the last: of the documents' first
+    windows, one by one."""
     _run(
         folder,
         "validated",
@@ -355,7 +356,8 @@ class _Products(TorchDispatchMode):
 
 
 def test_what_is_computed_again(folder):
-    """Of a block's seven products the backward recomputes all but the last, half of these, or none."""
+    """Of a block's seven products the backward recomputes all but the last,
+    half of these, or none."""
     products = {}
     for mode in ("none", "selective", "full"):
         with _Products() as counted:
@@ -421,8 +423,8 @@ def _bfloat16_runs(folder: Path) -> None:
 
 
 def test_a_bfloat16_run_keeps_float32_weights_and_sums(folder):
-    """And gradients are summed over ranks in float32. The loop has the same decoder, so that both round
-    alike: sums in bfloat16 would be off in the third digit."""
+    """And gradients are summed over ranks in float32. The loop has the same decoder, so that both
+    round alike: sums in bfloat16 would be off in the third digit."""
     run_processes(2, _bfloat16_runs, folder)
     dense = functools.partial(attend, backend="eager", block_size=16)
     model = Decoder(resolve(flavour="debug", initial_hf=str(folder / "Qwen2")), dense)

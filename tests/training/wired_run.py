@@ -54,7 +54,8 @@ def write_shard(folder: Path, seed: int = 0) -> Path:
 
 
 def write_model(folder: Path, family: str) -> Path:
-    """Of our decoder: Qwen3 with norms of q and k, Qwen2 with biases, or Llama with its own head."""
+    """Of our decoder: Qwen3 with norms of q and k, Qwen2 with biases, or
+    Llama with its own head."""
     save_model(folder / family, family.lower(), head_dim=8, tie_word_embeddings=family != "Llama")
     return folder / family
 

@@ -27,8 +27,8 @@ from titan_sparse.attention.patterns.base import BlockIndex, Dense, Pattern, che
 class Auxiliary(NamedTuple):
     """The second result of attend() with return_aux=True.
 
-    lse: natural-log normalizer [B, Hq, S_local], fp32 (fp64 for fp64); it counts the sinks, if there
-    are any, and has no gradient. index: what was selected.
+    lse: natural-log normalizer [B, Hq, S_local], fp32 (fp64 for fp64); it counts the sinks, if
+    there are any, and has no gradient. index: what was selected.
     """
 
     lse: Tensor
@@ -97,15 +97,16 @@ def attend(
     of one node.
     sinks: [Hq], fp32 or the dtype of q. A learned logit of each query head that takes part in the
     softmax of every row and has no value (GPT-OSS); -inf for a head without one. `scale` does not
-    apply to it. Patterns select, and density and recall count, by the softmax over keys alone. Every
-    rank of `cp` gives the same sinks and gets the gradient through its own rows: their sum over the
-    ranks is the whole, as for any parameter that ranks share.
+    apply to it. Patterns select, and density and recall count, by the softmax over keys alone.
+    Every rank of `cp` gives the same sinks and gets the gradient through its own rows: their sum
+    over the ranks is the whole, as for any parameter that ranks share.
 
-    Returns out, shaped and typed like q; with return_aux also Auxiliary(lse, index). Rows that see
-    nothing, such as padding, have out 0, lse -inf (with sinks: the sink) and zero gradients. No
-    batch or no tokens give an empty out and empty gradients; `meta` tensors give `meta` tensors.
-    Raises ValueError for shapes, dtypes, devices or options that do not fit together, for a DTensor,
-    and under forward-mode AD, torch.func, and vmap; its backward does for a second derivative.
+    Returns out, shaped and typed like q; with return_aux also Auxiliary(lse, index). Rows that
+    see nothing, such as padding, have out 0, lse -inf (with sinks: the sink) and zero gradients.
+    No batch or no tokens give an empty out and empty gradients; `meta` tensors give `meta`
+    tensors. Raises ValueError for shapes, dtypes, devices or options that do not fit together,
+    for a DTensor, and under forward-mode AD, torch.func, and vmap; its backward does for a
+    second derivative.
     """
     if torch.compiler.is_compiling():
         switch_wrong_fusions_off()

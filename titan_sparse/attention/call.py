@@ -1,5 +1,5 @@
-"""Everything that one attention call needs, and its tiles: the key blocks its queries meet, and what
-they see in them."""
+"""Everything that one attention call needs, and its tiles: the key blocks its queries meet, and
+what they see in them."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
@@ -85,8 +85,8 @@ class AttentionCall:
         transpose: bool,
         query_rank: int | None = None,
     ) -> Tiles:
-        """Tiles of the queries of `query_rank` (default: this rank) and the keys of rank `source` (None:
-        of all ranks, one after the other).
+        """Tiles of the queries of `query_rank` (default: this rank) and the keys of rank `source`
+        (None: of all ranks, one after the other).
 
         transpose: make Tiles.by_key too, which some backends read in the backward.
         """
@@ -107,7 +107,8 @@ class AttentionCall:
         name: Hashable,
         query_rank: int | None = None,
     ) -> Tiles:
-        """Tiles of the queries of `query_rank` (default: this rank) and any global blocks int64 [n].
+        """Tiles of the queries of `query_rank` (default: this rank) and any
+        global blocks int64 [n].
 
         name: what distinguishes these blocks from others of the same mask, layout and pattern; None
         for blocks that follow from the index, of which nothing is remembered.

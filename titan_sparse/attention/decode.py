@@ -1,4 +1,5 @@
-"""Attention of one new query per sequence to all cached keys, on this rank and the others of its group.
+"""Attention of one new query per sequence to all cached keys, on this rank and the
+others of its group.
 
 Each rank attends to the keys that it holds, in any layout. The results of the ranks are merged by
 log-sum-exp, on every rank in the same order, so all ranks get bitwise equal results.
@@ -18,7 +19,8 @@ from titan_sparse.kernels.sinks import add_sinks
 
 
 class Cached(NamedTuple):
-    """Keys and values [B, Hkv, n, D] that are kept, and which of them the queries see: bool [B, n]."""
+    """Keys and values [B, Hkv, n, D] that are kept, and which of them the
+    queries see: bool [B, n]."""
 
     keys: Tensor
     values: Tensor

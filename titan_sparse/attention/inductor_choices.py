@@ -1,7 +1,8 @@
-"""Kernels of inductor that keep whole rows in registers where they would read back their own stores.
+"""Kernels of inductor that keep whole rows in registers where they would read
+back their own stores.
 
-The class stands in a module, because the keys of inductor's caches are pickled: with a class made in
-a function nothing is cached. Importing it loads inductor, so compiling.py does that late.
+The class stands in a module, because the keys of inductor's caches are pickled: with a class made
+in a function nothing is cached. Importing it loads inductor, so compiling.py does that late.
 """
 
 from torch._inductor.choices import InductorChoices

@@ -114,8 +114,8 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
 
 
 def check_scale(scale: float) -> None:
-    """Raises ValueError unless it is a finite number above 0: of a row's largest product, kernels make
-    the largest score. A tensor would get no gradient."""
+    """Raises ValueError unless it is a finite number above 0: of a row's largest product, kernels
+    make the largest score. A tensor would get no gradient."""
     if isinstance(scale, Tensor):
         raise ValueError("scale is a tensor; write scale=1.0, and multiply q by the tensor")
     if not 0 < scale < math.inf:
@@ -123,8 +123,8 @@ def check_scale(scale: float) -> None:
 
 
 def check_plain(**tensors: Tensor) -> None:
-    """Raises ValueError for what is not a dense tensor, for a DTensor, and under forward-mode AD, vmap, and
-    other transforms of torch.func."""
+    """Raises ValueError for what is not a dense tensor, for a DTensor, and under forward-mode AD,
+    vmap, and other transforms of torch.func."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or tensor.is_nested or tensor.layout != torch.strided:
             raise ValueError(

@@ -1,11 +1,11 @@
 """Linear attention of transformers' models: Gated DeltaNet, of Qwen3-Next and Qwen3.5.
 
-The recurrent state and the window of the convolution begin anew at each document. On a GPU, both run
-in kernels of flash-linear-attention, which take the bounds of documents. Elsewhere each document
-goes alone through transformers' plain torch code.
+The recurrent state and the window of the convolution begin anew at each document. On a GPU, both
+run in kernels of flash-linear-attention, which take the bounds of documents. Elsewhere each
+document goes alone through transformers' plain torch code.
 
-Over several ranks, each computes its tokens from a state of zero. What a state that enters would add
-to them is linear in it. So the identity runs through the same kernels as a second state, beside
+Over several ranks, each computes its tokens from a state of zero. What a state that enters would
+add to them is linear in it. So the identity runs through the same kernels as a second state, beside
 values of 0: what it leaves is the transition A, and what is read from it is the factor of the state
 that enters (context_parallel/linear_attention.py combines the ranks).
 """
@@ -182,8 +182,8 @@ def _delta_rule(
     """The gated delta rule, in each piece alone: out [1, T, Hv, V], and with `state` the states
     after the pieces.
 
-    q, k: [1, T, Hk, K]. v: [1, T, Hv, V]. g, beta: [1, T, Hv]. state: before each piece, [pieces, Hv,
-    K, V]; None for 0.
+    q, k: [1, T, Hk, K]. v: [1, T, Hv, V]. g, beta: [1, T, Hv]. state: before each piece, [pieces,
+    Hv, K, V]; None for 0.
     """
     options = {"output_final_state": state is not None, "use_qk_l2norm_in_kernel": True}
     kernels = _kernels(q)

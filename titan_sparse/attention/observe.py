@@ -51,8 +51,9 @@ class Recording:
     of thumbnails; 0 for none.
     visited: pairs of tokens computed per sequence. visible: pairs that the layer's mask allows (a
     number).
-    recall: share of the full softmax mass that the selection kept, over sampled rows. The softmax is
-    the one over keys: what a learned sink takes is in neither, so dense attention has a recall of 1.
+    recall: share of the full softmax mass that the selection kept, over sampled rows. The
+    softmax is the one over keys: what a learned sink takes is in neither, so dense attention has
+    a recall of 1.
     capped: share of budgets that their cap kept below the recall target; empty for patterns without
     budgets.
     blocks_per_query: keys in selected blocks that a query sees on average, in blocks, without
@@ -65,8 +66,8 @@ class Recording:
     whose first share is recomputed has two calls.
     bytes_sent, plain_ring_bytes: keys, values and gradients, forward and backward, from the first
     call until the recording ended; and what a ring would have sent in which each chunk visits every
-    rank. bytes_of_verticals, bytes_of_selection: sent in addition, for the gathered verticals and their
-    gradients, and to choose.
+    rank. bytes_of_verticals, bytes_of_selection: sent in addition, for the gathered verticals and
+    their gradients, and to choose.
     """
 
     recall_rows: int = 0
@@ -97,8 +98,8 @@ class Recording:
     has made so far."""
 
     def density(self) -> Tensor:
-        """visited / visible, [layers, Hq]. Raises ValueError if nothing was recorded, and for layers with
-        different numbers of heads."""
+        """visited / visible, [layers, Hq]. Raises ValueError if nothing was recorded, and for
+        layers with different numbers of heads."""
         if not self.visited:
             raise ValueError(
                 "density() has no layers: attend() was not called inside of recording(), or without "
@@ -412,7 +413,8 @@ def count_visits(index: BlockIndex, ranges: MaskRanges, table: Tensor) -> Visits
         rank = owner[q_blocks]
         for first, last, is_whole in _parts_of_keys(ranges, q_blocks, size):
             k_blocks = blocks[first:last]
-            # [B or 1, nq, nk]: how many heads compute a tile, and for how many all of its queries do.
+            # [B or 1, nq, nk]: how many heads compute a tile, and for how many
+            # all of its queries do.
             find = index.heads_selecting_whole if is_whole else index.heads_selecting
             some, every = find(q_blocks, k_blocks)
             kinds = [(full, every)]
@@ -450,8 +452,8 @@ def count_visits(index: BlockIndex, ranges: MaskRanges, table: Tensor) -> Visits
 def _parts_of_keys(
     ranges: MaskRanges, q_blocks: Tensor, size: int
 ) -> Iterator[tuple[int, int, bool]]:
-    """Runs of KV blocks, first and last + 1, that hold all keys these blocks of queries see; and whether
-    every query sees all keys of the run."""
+    """Runs of KV blocks, first and last + 1, that hold all keys these blocks of queries see; and
+    whether every query sees all keys of the run."""
     if ranges.slices is not None:
         yield 0, ranges.start.shape[1] // size, False
         return
@@ -499,7 +501,8 @@ def by_step(visits: Visits, sources: Tensor, needed: Tensor) -> Tensor:
     needed: bool [W, W], the chunks that ranks compute on (context_parallel/needed_keys.py). A rank
     always computes on its own one, first.
 
-    Verticals count evenly for the steps that compute, but not for the first one if there are others.
+    Verticals count evenly for the steps that compute, but not for the first one
+    if there are others.
     """
     # In the last dim steps take the place of ranks.
     work = visits.pairs.gather(-1, sources).double()

@@ -1,16 +1,17 @@
 """Attention as custom ops, which torch.compile sees as one node each, with the key that names what
 they cannot take, and the call that it stands for.
 
-Custom ops take tensors, numbers, and strings, but no pattern and no group of ranks. Torch's own way,
-opaque types, is private in the versions that we support, and torch.compile wants such an object
-rebuilt from text or as an input of every graph. Here a key, which is a constant of the graph, names
-CallOptions. A ContextParallel owns the options of its calls, and is itself found by a weak reference,
-so that no process group outlives the ContextParallel that made it.
+Custom ops take tensors, numbers, and strings, but no pattern and no group of ranks. Torch's own
+way, opaque types, is private in the versions that we support, and torch.compile wants such an
+object rebuilt from text or as an input of every graph. Here a key, which is a constant of the
+graph, names CallOptions. A ContextParallel owns the options of its calls, and is itself found by a
+weak reference, so that no process group outlives the ContextParallel that made it.
 
 `select` has no gradient. Activation checkpointing keeps the results of select and attend_forward
 (SAVED_OPS), so that index, out and lse survive recomputation and no collective runs twice. What may
 be computed twice to save memory goes through attend_recomputed, which is attend_forward by another
-name. attend_in_parts() computes the first part of each sequence by it and the rest by attend_forward.
+name. attend_in_parts() computes the first part of each sequence by it and the rest by
+attend_forward.
 
 A forward takes (q, k, v, sinks, index, mask, call): learned sinks or None, the tensors of the index
 and of the mask, and the key of CallOptions. It adds the sinks at its end, so that out and lse, as
@@ -117,8 +118,8 @@ def options_key(pattern: str, cp: str, *options) -> str:
 def lookup(key: str) -> CallOptions:
     """The options of this key.
 
-    Raises RuntimeError if they are not there: in a backward, or a compiled call, of a ContextParallel
-    that no longer exists, and in what torch.export has saved in another process.
+    Raises RuntimeError if they are not there: in a backward, or a compiled call, of a
+    ContextParallel that no longer exists, and in what torch.export has saved in another process.
     """
     cp_key, _, _ = key.partition(" | ")
     options = context_of(cp_key).calls.get(key)
@@ -160,8 +161,8 @@ def bind(key: str, q: Tensor, index: list[Tensor], mask: list[Tensor]) -> Attent
 
 
 def _outside_autocast(op: Callable) -> Callable:
-    """The op, of which the first argument is a tensor, outside of torch.autocast, which would round the
-    factors of its products to 16 bits, also of sums in fp32 and in a backward."""
+    """The op, of which the first argument is a tensor, outside of torch.autocast, which would round
+    the factors of its products to 16 bits, also of sums in fp32 and in a backward."""
 
     @functools.wraps(op)
     def run(tensor: Tensor, *others: Any) -> Any:
@@ -317,7 +318,8 @@ _backward.register_autograd(_refuse_second_derivatives)
 @torch.library.custom_op("titan_sparse::attend_sinks_backward", mutates_args=())
 @_outside_autocast
 def _sinks_backward(d_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """The gradient of the sinks [Hq], over this rank's rows; out and lse as the forward gave them."""
+    """The gradient of the sinks [Hq], over this rank's rows; out and lse as
+    the forward gave them."""
     if out.is_cuda and lse.dtype == torch.float32:
         return sinks_gradient(d_out, out, lse, sinks)
     return sinks_gradient_naive(d_out, out, lse, sinks)

@@ -96,8 +96,8 @@ class TimedCall:
         self.intervals.append((began, mark(self.device)))
 
     def milliseconds(self) -> tuple[float, float]:
-        """The time that the call computed, and the time that it took, with the trades of heads before and
-        after it. Waits for the GPU."""
+        """The time that the call computed, and the time that it took, with the trades of heads
+        before and after it. Waits for the GPU."""
         ends = [self.ended, *(end for _, end in self.trades)]
         last = ends[-1]
         if isinstance(last, torch.cuda.Event):

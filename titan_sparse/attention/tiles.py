@@ -1,5 +1,5 @@
-"""mask ∩ pattern for one (query rank, KV chunk), as the tables of blocks that a backend computes on:
-in plain torch, and by kernels (slash_*)."""
+"""mask ∩ pattern for one (query rank, KV chunk), as the tables of blocks that a backend computes
+on: in plain torch, and by kernels (slash_*)."""
 
 from typing import NamedTuple
 
@@ -162,8 +162,8 @@ def slash_block_tiles(
 ) -> Tiles:
     """block_tiles() by kernels, of a vertical-slash index on a GPU.
 
-    No [blocks, blocks] mask is made and the host does not wait: the bound of the index gives the width
-    of the lists.
+    No [blocks, blocks] mask is made and the host does not wait: the bound of the index gives
+    the width of the lists.
     """
     nq, nk = len(queries.blocks), len(keys.blocks)
     of_queries = (index.slashes, queries.spans, queries.reach, queries.blocks)
@@ -257,9 +257,9 @@ def _slice_lists(
 
     The other side has m blocks.
     whole: bool [B or 1, Hq or 1, n, m], tiles that the mask sees whole and the index selects.
-    selected: the same for all tiles that the index selects. line, other, slice_number: int64 [cuts],
-    the two blocks of each cut and the slice that cuts them. sequence: int64 [cuts], of each cut;
-    None where all sequences have them.
+    selected: the same for all tiles that the index selects. line, other, slice_number: int64
+    [cuts], the two blocks of each cut and the slice that cuts them. sequence: int64 [cuts], of each
+    cut; None where all sequences have them.
     """
     shape = whole.shape[:3]
     batch, heads, lines = shape

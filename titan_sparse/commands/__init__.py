@@ -22,8 +22,8 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As argparse's, but the value of an option that the command does not know, such as a key of the
-        configuration, is never taken for a positional argument."""
+        """As argparse's, but the value of an option that the command does not know, such as a key
+        of the configuration, is never taken for a positional argument."""
         own, others = self.split(list(sys.argv[1:] if args is None else args))
         parsed, rest = super().parse_known_args(own, namespace)
         return parsed, [*rest, *others]

@@ -2,16 +2,16 @@
 
     titan-sparse choose --model FOLDER --seq-len 65536 --data.source TEXTS [--section.key value ...]
 
-Trains a few steps densely and with several recalls, on the same batches and with a learning rate that
-changes no weight. Prints the loss, the density, the recall, and the seconds of a step of each with their
-spread, and the share of heads that caps keep below the recall. Recommends a setting with the TOML lines
-to write. It is the one with the fewest pairs of those that are faster than dense here and lose at most
-0.01 of loss. If none is faster, two steps of half the length say from about which length sparse
-attention pays.
+Trains a few steps densely and with several recalls, on the same batches and with a learning rate
+that changes no weight. Prints the loss, the density, the recall, and the seconds of a step of each
+with their spread, and the share of heads that caps keep below the recall. Recommends a setting with
+the TOML lines to write. It is the one with the fewest pairs of those that are faster than dense
+here and lose at most 0.01 of loss. If none is faster, two steps of half the length say from about
+which length sparse attention pays.
 
-On a CPU, a step is a forward pass, and times say nothing about a GPU. Other words are options of the
-configuration, as train.py takes them; --config reads a file. Under torchrun it uses all ranks. See
-docs/masks_and_patterns.md.
+On a CPU, a step is a forward pass, and times say nothing about a GPU. Other words are options of
+the configuration, as train.py takes them; --config reads a file. Under torchrun it uses all ranks.
+See docs/masks_and_patterns.md.
 """
 
 import contextlib
@@ -48,8 +48,8 @@ TIMED_STEPS = 5
 """Steps that are timed on a GPU."""
 
 Row = dict[str, Any]
-"""Of a setting: means of loss, density, recall, and heads_capped, median step_seconds, and their lists by
-batch or step, losses and seconds."""
+"""Of a setting: means of loss, density, recall, and heads_capped, median step_seconds, and their
+lists by batch or step, losses and seconds."""
 
 KEYS = {
     "training.gradient_accumulation_steps": 1,
@@ -275,8 +275,8 @@ def faster(rows: dict[str, Row]) -> list[str]:
 
 
 def choice(rows: dict[str, Row]) -> str:
-    """The name of the row with the fewest pairs among those that are faster than dense and lose at most
-    MOST_LOSS; dense if there is none."""
+    """The name of the row with the fewest pairs among those that are faster than dense and lose at
+    most MOST_LOSS; dense if there is none."""
     most = rows["dense"]["loss"] + MOST_LOSS
     fit = [name for name in faster(rows) if rows[name]["loss"] <= most]
     return min(fit, key=lambda name: rows[name]["density"], default="dense")
@@ -298,7 +298,8 @@ def reason(rows: dict[str, Row], chosen: str) -> str:
 
 
 def crossing(words: list[str], seq_len: int, out: Path, rows: dict[str, Row]) -> str:
-    """Measure dense and the fastest recall at half the length, and say from where sparse should pay."""
+    """Measure dense and the fastest recall at half the length, and say from
+    where sparse should pay."""
     fastest = min((n for n in rows if n != "dense"), key=lambda n: rows[n]["step_seconds"])
     half = seq_len // 2
     unknown = "the length from which sparse pays is not known ({}); measure a longer --seq-len"
@@ -325,8 +326,9 @@ def crossing(words: list[str], seq_len: int, out: Path, rows: dict[str, Row]) ->
 def crossing_length(seq_len: int, dense: list[float], sparse: list[float]) -> float | None:
     """Tokens from which sparse steps take less time than dense ones, by a model of costs.
 
-    dense, sparse: seconds at half of seq_len and at seq_len. A dense step of n tokens takes a n + b n^2.
-    A sparse one takes the same a n, c for its selection, and d n^2. None if the times do not fit.
+    dense, sparse: seconds at half of seq_len and at seq_len. A dense step of n tokens takes a
+    n + b n^2. A sparse one takes the same a n, c for its selection, and d n^2. None if the
+    times do not fit.
     """
     # In units of half of seq_len, where n is 1 and 2.
     b = (dense[1] - 2 * dense[0]) / 2
@@ -339,7 +341,8 @@ def crossing_length(seq_len: int, dense: list[float], sparse: list[float]) -> fl
 
 
 def toml_lines(config: Config) -> str:
-    """The keys of [attention] that differ from their defaults, and the pattern, as a file has them."""
+    """The keys of [attention] that differ from their defaults, and the
+    pattern, as a file has them."""
     pattern = config.attention.pattern
     sections: dict[str, list[str]] = {"attention": [], f"attention.{pattern}": []}
     for key in KINDS:

@@ -1,13 +1,14 @@
-"""Write text with a trained model: continue a prompt, or answer it where the model was trained on chats.
+"""Write text with a trained model: continue a prompt, or answer it where the model
+was trained on chats.
 
     titan-sparse generate RUN_OR_FOLDER "PROMPT" [--tokens 200] [--temperature 0.7] [--as chat|text]
 
 RUN_OR_FOLDER is the output_dir of a run, for its newest checkpoint, or its checkpoint/step-N, or a
 Hugging Face folder. A run attends to the prompt as it was trained, and a folder densely. New tokens
 always see all keys. With a chat template, the prompt is a user's message: of a folder, and of a run
-that was trained on messages. --as says otherwise. The text goes to the terminal as it is written, and
-ends with a special token, such as the end of a turn. Other words are options of the configuration, as
-train.py takes them. Under torchrun all ranks share the work.
+that was trained on messages. --as says otherwise. The text goes to the terminal as it is written,
+and ends with a special token, such as the end of a turn. Other words are options of the
+configuration, as train.py takes them. Under torchrun all ranks share the work.
 """
 
 import argparse

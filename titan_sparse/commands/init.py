@@ -2,9 +2,10 @@
 
     titan-sparse init pretrain|sft|lora > run.toml
 
-pretrain trains on text, from random weights as it stands. sft trains all weights of a model on chats,
-and lora adapters: write your folders and files where the example names some. Then start
-torchrun --standalone --nproc-per-node 1 -m titan_sparse.train --config run.toml, first with --dry-run.
+pretrain trains on text, from random weights as it stands. sft trains all weights of a model on
+chats, and lora adapters: write your folders and files where the example names some. Then start
+torchrun --standalone --nproc-per-node 1 -m titan_sparse.train --config run.toml,
+first with --dry-run.
 """
 
 import textwrap

@@ -4,9 +4,9 @@
         --checkpoint outputs/run --length 4096
     titan-sparse inspect --config C --hf FOLDER --length 131072 --layers 0,13,27
 
-One process looks at one sequence, the first document that is long enough, with selections of several
-sizes. --attention is that of the forward: the pictures show dense attention on its queries and keys.
-Other words are options of the configuration, as train.py takes them. Writes
+One process looks at one sequence, the first document that is long enough, with selections of
+several sizes. --attention is that of the forward: the pictures show dense attention on its queries
+and keys. Other words are options of the configuration, as train.py takes them. Writes
 OUT/inspection.json, OUT/layer-N.png, OUT/curves.png and OUT/top_k.png. See docs/huggingface.md.
 """
 

@@ -3,8 +3,8 @@
     titan-sparse plan train_configs/demo_gpu.toml --ranks 32 --nodes 4 --seq-len 524288 \\
         --layout striped zigzag --schedule ring double_ring --out plan.png plan.json
 
-Several layouts and schedules are compared. Further words are options of the configuration that a plan
-depends on (--attention.gradient_dtype bfloat16). The index is one that a run saved (--index,
+Several layouts and schedules are compared. Further words are options of the configuration that a
+plan depends on (--attention.gradient_dtype bfloat16). The index is one that a run saved (--index,
 titan_sparse/estimate/indexes.py), or a random one of --density for one long document, or, with
 pattern dense, the mask of packed documents (--documents). All times are of one attention layer,
 without selection. docs/context_parallel.md explains the numbers.
@@ -187,8 +187,8 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config, list[tuple[str,
 
 
 def _refuse_ignored(args: argparse.Namespace, keys: set[str]) -> None:
-    """Raises ConfigError for a key of the command line that the plan does not depend on, or that another
-    option decides."""
+    """Raises ConfigError for a key of the command line that the plan does not depend on, or that
+    another option decides."""
     decided = {
         "parallelism.cp": args.ranks and "--ranks",
         "parallelism.cp_intra": args.nodes and "--nodes",
@@ -309,7 +309,8 @@ def table(summaries: list[dict]) -> str:
 
 
 def draw(path: str, summaries: list[dict], works: list[torch.Tensor]) -> None:
-    """Draw the work of each rank and step, relative to the mean of all, a panel for each setting."""
+    """Draw the work of each rank and step, relative to the mean of all, a
+    panel for each setting."""
     figure, panels = new_figure((4.2 * len(works), 4), len(works))
     for axes, numbers, work in zip(figure.axes, summaries, works):
         relative = (work / work.mean()).numpy()

@@ -2,11 +2,12 @@
 
     titan-sparse prepare_data SOURCE OUT --tokenizer tokenizer.json --processes 16
 
-The command prints and saves a histogram of lengths. For chats (--format messages) it also prints the
-share that sequences keep whole, and the share of tokens that is learned. SOURCE is what data.source
-takes (a file or folder of .txt, .jsonl, .json or .parquet, a Hugging Face dataset, python), a folder
-of source code (--document folder or source), or a folder of MDS shards such as ProLong's (with
-index.json; needs mosaicml-streaming). After an interruption, the same command continues
+The command prints and saves a histogram of lengths. For chats (--format messages) it also
+prints the share that sequences keep whole, and the share of tokens that is learned. SOURCE is
+what data.source takes (a file or folder of .txt, .jsonl, .json or .parquet, a Hugging Face
+dataset, python), a folder of source code (--document folder or source), or a folder of MDS
+shards such as ProLong's (with index.json; needs mosaicml-streaming). After an interruption, the
+same command continues
 and keeps finished shards. See docs/data.md.
 """
 
@@ -100,7 +101,8 @@ def arguments(words: list[str]) -> argparse.Namespace:
 
 
 def show_kept(meta: dict[str, Any]) -> str:
-    """A line: the share of chats that fit whole in sequences of some lengths, and what is learned."""
+    """A line: the share of chats that fit whole in sequences of some lengths,
+    and what is learned."""
     total = sum(documents for documents, _ in meta["histogram"].values())
     shares = []
     for length in (1 << 15, 1 << 16, 1 << 17):

@@ -1,4 +1,5 @@
-"""Train: torchrun --nproc-per-node 8 -m titan_sparse.train --config X.toml [--section.key value ...]
+"""Train: torchrun --nproc-per-node 8 -m titan_sparse.train --config X.toml
+[--section.key value ...]
 
 --help lists every option. --print-config shows what a run would use, --dry-run what memory and
 FLOPs a step needs, --find-max-length the longest sequence that fits; all of them stop then.
@@ -36,8 +37,8 @@ from titan_sparse.training.faults.launcher import (
 
 
 def main(words: list[str] | None = None) -> int:
-    """The program; returns its exit status (docs/training.md). words: of the command line; None: those of
-    sys.argv."""
+    """The program; returns its exit status (docs/training.md). words: of the command line;
+    None: those of sys.argv."""
     end_with_launcher()
     hide_warnings_of_imports()
     try:
@@ -141,8 +142,8 @@ def _has_process_group() -> bool:
 def set_allocator() -> None:
     """Let torch's allocator grow its segments, so that blocks of many sizes leave no gaps.
 
-    Call it before torch is loaded. Up to torch 2.11 at least, CUDA does not read expandable_segments
-    from the newer PYTORCH_ALLOC_CONF (pytorch issue 183387).
+    Call it before torch is loaded. Up to torch 2.11 at least, CUDA does not read
+    expandable_segments from the newer PYTORCH_ALLOC_CONF (pytorch issue 183387).
     """
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

@@ -102,7 +102,8 @@ def read_saved(checkpoint: str | None) -> Saved | None:
 
 
 def changes(saved: Saved | None, config: Config) -> list[Change]:
-    """Every key that has another value now, in the order of the configuration; none without a saved one.
+    """Every key that has another value now, in the order of the configuration; none
+    without a saved one.
 
     A key that the saved configuration lacks had its default. Keys that exist no longer are left
     out.
@@ -126,8 +127,8 @@ def refuse_changes(saved: Saved | None, config: Config, origin: Origin) -> None:
     before = saved.origin
 
     def refuse(said: str, *sections: str, keeps_weights: bool = True) -> NoReturn:
-        """sections: beginnings of the keys that decide over it. keeps_weights: whether a new run can
-        begin with the saved weights."""
+        """sections: beginnings of the keys that decide over it. keeps_weights: whether a new run
+        can begin with the saved weights."""
         instead = " and ".join(
             f"{key} = {show(change.saved)}"
             for key, change in found.items()

@@ -236,7 +236,8 @@ def _check_attention(config: Config) -> None:
 
 
 def _check_ulysses(config: Config, model: DecoderConfig, local_world_size: int) -> None:
-    """Refuses heads that the ranks of a node cannot share, and what only a ring between nodes has."""
+    """Refuses heads that the ranks of a node cannot share, and what only a
+    ring between nodes has."""
     cp = config.parallelism.cp
     intra = resolve_cp_intra(config.parallelism, local_world_size)
     # Numbers of ranks that share the heads equally.

@@ -88,8 +88,9 @@ def load(argv: list[str]) -> tuple[Config, Flags]:
     """Configuration and flags from the words after the program's name.
 
     The words are `--section.key value`, `--section.key=value`, and the flags, such as
-    `--config X.toml`. Prints usage() and exits with status 0 on `--help`. Models that are named as on
-    the Hugging Face hub are downloaded, and the configuration has their folders. Raises ConfigError.
+    `--config X.toml`. Prints usage() and exits with status 0 on `--help`. Models that are named as
+    on the Hugging Face hub are downloaded, and the configuration has their folders. Raises
+    ConfigError.
     """
     options = _split_words(argv)
     if any(name == "help" for name, _ in options):

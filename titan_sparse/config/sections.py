@@ -32,7 +32,8 @@ class Model:
     flavour: str = "debug"
     """a published architecture (docs/training.md)"""
     vocab_size: Annotated[int, Range(0, 10**7)] = 0
-    """rows of the embedding; 0: the flavour's. Above those of initial_hf: new rows begin as the mean"""
+    """rows of the embedding; 0: the flavour's. Above those of initial_hf: new
+    rows begin as the mean"""
     layers: Annotated[int, Range(0, 10**4)] = 0
     """decoder layers; 0: the flavour's"""
     rope_scaling: Literal["flavour", "none", "llama3", "yarn"] = "flavour"
@@ -64,7 +65,8 @@ class Data:
     join_packages: bool = False
     """join the files of a package (folder) into one long document; source = python only"""
     format: Text = "text"
-    """text, messages (chats), prompt_completion; "messages, text": one for each part of a mixture"""
+    """text, messages (chats), prompt_completion; "messages, text": one for
+    each part of a mixture"""
     text_field: Text = "text"
     """column that holds the text"""
     messages_field: Text = "messages"
@@ -83,8 +85,8 @@ class Data:
     split: Text = "train"
     """split of a Hugging Face dataset"""
     tokenizer: str = ""
-    """bytes, a folder with a tokenizer, its tokenizer.json, or a name on the Hugging Face hub; empty:
-    that of model.initial_hf, else bytes"""
+    """bytes, a folder with a tokenizer, its tokenizer.json, or a name on the Hugging Face hub;
+    empty: that of model.initial_hf, else bytes"""
     other_tokenizer: bool = False
     """true: data.tokenizer is meant to have other tokens than that of model.initial_hf"""
     add_bos: bool = True
@@ -176,8 +178,8 @@ class Attention:
     pattern: Literal["dense", "vertical_slash", "xattention", "moba"] = "vertical_slash"
     """what is worth seeing"""
     dense_layers: Annotated[str, "layers"] = ""
-    """layers that ignore `pattern` and compute all that the mask allows, such as [0, 1], or 0,1 on the
-    command line; from 0; empty: none"""
+    """layers that ignore `pattern` and compute all that the mask allows, such as [0, 1], or 0,1 on
+    the command line; from 0; empty: none"""
     layout: Literal["contiguous", "zigzag", "striped", "balanced"] = "striped"
     """which rank owns which blocks (docs/context_parallel.md)"""
     balance_costs: str = ""
@@ -275,10 +277,12 @@ class Float8:
 
 @dataclass
 class Lora:
-    """Low-rank adapters in place of training all weights, through PEFT. Does nothing with rank 0."""
+    """Low-rank adapters in place of training all weights, through PEFT. Does
+    nothing with rank 0."""
 
     rank: Annotated[int, Range(0, 10**5)] = 0
-    """rank of the adapters; 0: all weights are trained. Above, these are frozen in training.dtype"""
+    """rank of the adapters; 0: all weights are trained. Above, these are
+    frozen in training.dtype"""
     alpha: Positive = 16
     """adapters count alpha / rank"""
     dropout: Annotated[float, Range(0, 1, open_right=True)] = 0.0
@@ -301,7 +305,8 @@ class Compile:
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     """of torch.compile"""
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
-    """replay forward and backward as CUDA graphs, also without torch.compile; auto: where it helps"""
+    """replay forward and backward as CUDA graphs, also without torch.compile;
+    auto: where it helps"""
 
 
 @dataclass
@@ -354,7 +359,8 @@ class Metrics:
     recall_rows: Annotated[int, Range(1, 10**6)] = 64
     """query rows per sequence that measure recall"""
     tensorboard: bool = True
-    """write TensorBoard events, and at the end a picture of loss and density (training.png), to the run folder"""
+    """write TensorBoard events, and at the end a picture of loss and density
+    (training.png), to the run folder"""
     trackers: Literal["none", "wandb"] = "none"
     """wandb: write metrics to Weights & Biases too, which follows its own WANDB_... variables"""
     pictures_every: Count = 0
@@ -374,7 +380,8 @@ class Validation:
     at_start: bool = True
     """measure before the first step too"""
     prompt: str = ""
-    """text that the model continues, or a user's message with data.format = messages; empty: none"""
+    """text that the model continues, or a user's message with data.format =
+    messages; empty: none"""
     source: str = ""
     """held-out text, a single source as in data.source, without data.subset; empty: data.source"""
     split: str = ""

@@ -1,4 +1,5 @@
-"""data.source: its parts, weights and formats; and which files a source or a tokenizer is read from.
+"""data.source: its parts, weights and formats; and which files a source or a
+tokenizer is read from.
 
 Only names and sizes of files are looked at. os.path, unlike Path, takes a name that is too long for
 one that does not exist.
@@ -70,7 +71,8 @@ def single_source(source: str, key: str, formats: str = "") -> str:
 def source_formats(data: Data) -> dict[str, str]:
     """The format of each part of data.source, in their order.
 
-    Raises ConfigError for an unknown format, and for another number of formats than 1 or the parts'.
+    Raises ConfigError for an unknown format, and for another number of formats
+    than 1 or the parts'.
     """
     parts = list(source_weights(data.source))
     formats = [word.strip() for word in data.format.split(",")]
@@ -92,7 +94,8 @@ def has_chats(data: Data) -> bool:
 
 
 def parts_of(data: Data) -> Iterator[Data]:
-    """The [data] section of each part of data.source. Raises ConfigError as source_formats() does."""
+    """The [data] section of each part of data.source. Raises ConfigError as
+    source_formats() does."""
     for source, row_format in source_formats(data).items():
         yield replace(data, source=source, format=row_format)
 
@@ -144,8 +147,9 @@ def data_ending(name: str) -> tuple[str, str]:
 def data_files(source: str, key: str = "data.source") -> tuple[list[str], str]:
     """The sorted data files of a file or folder, and in words how much else the folder holds.
 
-    Links are followed, but no folder is read twice. Raises ConfigError, naming `key`, if there is no
-    such path, no data file with a byte in it, a link to nothing, or a folder that cannot be listed.
+    Links are followed, but no folder is read twice. Raises ConfigError, naming `key`, if
+    there is no such path, no data file with a byte in it, a link to nothing, or a folder that
+    cannot be listed.
     """
     named = f"{key} = {show(source)}"
     path = Path(source).expanduser()
@@ -240,8 +244,8 @@ def in_words(counts: Counter[str]) -> str:
 
 
 def tokenizer_name(config: Config) -> str:
-    """data.tokenizer. Where that is empty: the folder model.initial_hf, or "bytes" for random weights
-    without a tokenizer of their own.
+    """data.tokenizer. Where that is empty: the folder model.initial_hf, or "bytes" for random
+    weights without a tokenizer of their own.
 
     Raises ConfigError if the weights of model.initial_hf come without a tokenizer.
     """

@@ -38,8 +38,8 @@ class ChatTemplate:
     """A template with the special tokens that it may name.
 
     texts: templates by name: "default", and optionally "tool_use" for chats with tools. kwargs:
-    values of the template's own variables, such as enable_thinking. Raises ValueError if a text is not
-    a template, and for a variable that the template does not read.
+    values of the template's own variables, such as enable_thinking. Raises ValueError if a text is
+    not a template, and for a variable that the template does not read.
     """
 
     def __init__(
@@ -197,8 +197,8 @@ def _product(left: Any, right: Any) -> Any:
 
 
 def _generate_with_checks(generate: Any, tree: Any, *args: Any, **kwargs: Any) -> str:
-    """Python code of a template that checks the clock in each pass of a loop and each call of a macro
-    or block."""
+    """Python code of a template that checks the clock in each pass of a loop and each call
+    of a macro or block."""
     from jinja2 import nodes
 
     for node in tree.find_all((nodes.For, nodes.Macro, nodes.Block)):
@@ -241,8 +241,8 @@ def as_prepared(data: Data) -> Data:
 
 
 def run_texts(data: Data, model_folder: str, tokenizer: Tokenizer) -> dict[str, str]:
-    """The templates of a run by name: of data.chat_template, else of its prepared chats, else of the
-    tokenizer, else of the model; empty if there is none."""
+    """The templates of a run by name: of data.chat_template, else of its prepared chats, else of
+    the tokenizer, else of the model; empty if there is none."""
     data = as_prepared(data)
     if not data.chat_template:
         folders = filter(None, (tokenizer.folder, model_folder))
@@ -261,8 +261,8 @@ def exported_files(data: Data, model_folder: str, tokenizer: Tokenizer) -> dict[
     """Name -> content of the files that are saved next to a trained model: the tokenizer and the
     chat template of its run.
 
-    transformers has no byte tokenizer, so a run on bytes exports none. Raises ValueError, naming the
-    key, for a file that cannot be read, and for a link that leaves its folder.
+    transformers has no byte tokenizer, so a run on bytes exports none. Raises ValueError, naming
+    the key, for a file that cannot be read, and for a link that leaves its folder.
     """
     contents: dict[str, bytes] = {}
     if tokenizer.folder is not None:

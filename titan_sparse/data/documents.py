@@ -40,9 +40,9 @@ logger = logging.getLogger("titan_sparse")
 
 READER = 5
 """Version of the rules that turn a source into rows and tokens: rows.py, chats.py, recipe.py, and
-tokenizer.py. It is in the name of the cache of rows and in the plan.json of prepare_data. Increase it
-when the same source would give other rows or tokens: then a cache is read anew, and a folder that is
-not finished is not continued."""
+tokenizer.py. It is in the name of the cache of rows and in the plan.json of prepare_data. Increase
+it when the same source would give other rows or tokens: then a cache is read anew, and a folder
+that is not finished is not continued."""
 CACHED_AT_ONCE = 1 << 20
 """Letters of rows that are held in memory while a cache is written."""
 NOT_STDLIB = {"site-packages", "dist-packages"}

@@ -38,8 +38,8 @@ _ROWS: tuple[dict[str, Any], ...] = (
 
 
 def text_ends(config: Config, tokenizer: Tokenizer) -> list[int]:
-    """Tokens that end a text: those of model.initial_hf, that of the tokenizer, and those that end an
-    answer in the chats of data.source.
+    """Tokens that end a text: those of model.initial_hf, that of the tokenizer, and those that end
+    an answer in the chats of data.source.
 
     Raises ValueError, naming the key, if there are chats but no chat template.
     """

@@ -93,8 +93,8 @@ class PackedLoader:
     """for a layout that depends on the batch; `shard` and the batch receive the table"""
 
     def __post_init__(self) -> None:
-        # Where the streams go on after the last batch returned. Their own cursors are ahead of these
-        # while a thread reads.
+        # Where the streams go on after the last batch returned. Their own cursors are ahead of
+        # these while a thread reads.
         self._returned = self._cursors()
         self._reader: Thread | None = None
         # What the reader has read, and how many batches of it have not been returned.
@@ -117,7 +117,8 @@ class PackedLoader:
         return [{**stream.fingerprint(), "share": round(share, 9)} for stream, share in pairs]
 
     def longest_document(self) -> int | None:
-        """Tokens of the longest document of all parts. None: it is not known before texts are read."""
+        """Tokens of the longest document of all parts. None: it is not known
+        before texts are read."""
         lengths = [stream.documents.longest() for stream in self.streams]
         return None if None in lengths else max(lengths)
 
@@ -153,8 +154,8 @@ class PackedLoader:
 
     def read_ahead(self, count: int) -> None:
         """Begin to read the next `count` batches in a thread, while the caller trains on those it
-        has. Batches, their order, states and errors are the same as without. Libraries that tokenize
-        release the GIL. Call close() in the end.
+        has. Batches, their order, states and errors are the same as without. Libraries that
+        tokenize release the GIL. Call close() in the end.
         """
         self.close()
         self._not_returned = count

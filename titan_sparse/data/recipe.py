@@ -138,10 +138,10 @@ def _refuse_unused(recipe: Recipe) -> None:
 class MDSRows(TokenizedTexts):
     """Rows of MDS shards as documents in `tokenizer`'s tokens.
 
-    Token ids are decoded by `source_tokenizer`, without its special tokens, and encoded anew, unless
-    both are the same tokenizer. Raises ValueError if the mosaicml-streaming package is missing, if
-    rows are token ids but there is no source tokenizer, or if a row has neither text nor ids or is
-    not UTF-8.
+    Token ids are decoded by `source_tokenizer`, without its special tokens, and encoded anew,
+    unless both are the same tokenizer. Raises ValueError if the mosaicml-streaming package is
+    missing, if rows are token ids but there is no source tokenizer, or if a row has neither text
+    nor ids or is not UTF-8.
     """
 
     def __init__(self, recipe: Recipe, tokenizer: Tokenizer) -> None:

@@ -272,8 +272,8 @@ def sample_text(where: str, row: dict[str, Any], row_format: str, messages_field
 
 
 def _refuse_unread(values: dict[str, Any], name: str, not_read: dict[str, str]) -> None:
-    """Raises BadSample if a row or message, called `name`, has what would change the chat and is not
-    read. Tables and files hold empty values where a row has none."""
+    """Raises BadSample if a row or message, called `name`, has what would change the chat and is
+    not read. Tables and files hold empty values where a row has none."""
     for key, instead in not_read.items():
         if values.get(key) not in (None, "", [], {}):
             raise BadSample(f'{name} has "{key}", which is not read; {instead}')

@@ -56,7 +56,8 @@ def token_dtype(vocab_size: int) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write the file completely or not at all, so that it is never half-written. Makes its folder."""
+    """Write the file completely or not at all, so that it is never
+    half-written. Makes its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(value, indent=1), encoding="utf-8")

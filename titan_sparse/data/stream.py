@@ -288,9 +288,9 @@ class WholeStream(Stream):
     """data.sequences = packed, for chats: sequences hold whole documents, which are never cut.
 
     Training on an answer that is cut teaches the model not to stop, so documents that are longer
-    than a sequence are dropped. Windows of documents in the order of each epoch are packed together.
-    The rest of a sequence is padding. cursor.document is the place of the current window, and
-    cursor.offset the number of sequences taken from it.
+    than a sequence are dropped. Windows of documents in the order of each epoch are packed
+    together. The rest of a sequence is padding. cursor.document is the place of the current window,
+    and cursor.offset the number of sequences taken from it.
     """
 
     def _open(self) -> None:

@@ -1,5 +1,5 @@
-"""Convert between text and token ids, by raw bytes or a tokenizer of Hugging Face. Also defines what
-a row of a source becomes: tokens, and which of them are learned.
+"""Convert between text and token ids, by raw bytes or a tokenizer of Hugging Face. Also defines
+what a row of a source becomes: tokens, and which of them are learned.
 
 transformers reads a tokenizer from up to ten files, among them the model's config.json, and some of
 its classes replace parts of tokenizer.json. Whoever serves the model reads it in this way, so we do
@@ -37,8 +37,8 @@ PROBE = (
     "def f(x_1):\n    return {'a': [x_1, \"b\"]}  # CamelCase HTTPServer",
     " <s> </s> <unk> <a>\n<b> [INST]x",
 )
-"""Texts on which tokenizers differ if they differ at all: contractions, blanks, numbers, letters that
-normalizers change, scripts, symbols, and code."""
+"""Texts on which tokenizers differ if they differ at all: contractions, blanks, numbers, letters
+that normalizers change, scripts, symbols, and code."""
 
 
 class ByteTokenizer:
@@ -48,9 +48,9 @@ class ByteTokenizer:
     whether special tokens that are spelled out in a text are split like other text. `special_ids`
     are the tokens that are not text: ends of documents and turns, roles, padding. `added_ids` are
     these and all other tokens that were added to the vocabulary of a text.
-    `begin`, int32 [n], are the tokens that stand before a text, such as <|begin_of_text|>, mostly none.
-    `special_tokens` are the variables of a chat template, such as "eos_token", and `folder` is
-    where its files lie.
+    `begin`, int32 [n], are the tokens that stand before a text, such as <|begin_of_text|>, mostly
+    none. `special_tokens` are the variables of a chat template, such as "eos_token", and `folder`
+    is where its files lie.
     """
 
     vocab_size = 258
@@ -99,8 +99,8 @@ class FileTokenizer:
     """The tokenizer that transformers reads from a folder, or from a tokenizer.json in it.
 
     Where no file names the end-of-document token, it is found by well-known names, and so is the
-    padding token. Raises ValueError, naming data.tokenizer, if the tokenizer cannot be read or has no
-    end-of-document token.
+    padding token. Raises ValueError, naming data.tokenizer, if the tokenizer cannot be read or has
+    no end-of-document token.
     """
 
     def __init__(self, name: str, split_special_tokens: bool) -> None:
@@ -212,8 +212,8 @@ def read_tokenizer(name: str) -> Any:
 
 
 def _check_class(read: Any, name: str) -> None:
-    """Raises ValueError if a tokenizer cannot turn texts into tokens, or its class in Python does more
-    than its backend, which is all that we use."""
+    """Raises ValueError if a tokenizer cannot turn texts into tokens, or its class in Python does
+    more than its backend, which is all that we use."""
     for text in PROBE:
         try:
             theirs = read(text, add_special_tokens=False)["input_ids"]
@@ -309,8 +309,8 @@ def load_tokenizer(name: str, split_special_tokens: bool = False) -> Tokenizer:
 
 
 def open_tokenizer(config: Config) -> Tokenizer:
-    """The tokenizer of a run. Raises ValueError, one line, if it cannot be used, or has other tokens
-    than that of model.initial_hf and data.other_tokenizer is false."""
+    """The tokenizer of a run. Raises ValueError, one line, if it cannot be used, or has other
+    tokens than that of model.initial_hf and data.other_tokenizer is false."""
     name = tokenizer_name(config)
     folder = config.model.initial_hf
     tokenizer = load_tokenizer(name, config.data.split_special_tokens)

@@ -53,7 +53,8 @@ def causal_pairs(seq_len: int, window: int = 0, sinks: int = 0) -> float:
     pairs_in_window = triangle + (seq_len - inside) * inside
     if not sinks:
         return pairs_in_window
-    # The sinks before the window grow with the distance, as a window from the sequence's start does.
+    # The sinks before the window grow with the distance, as a window from the
+    # sequence's start does.
     return pairs_in_window + causal_pairs(seq_len - inside, sinks)
 
 

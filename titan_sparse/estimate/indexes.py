@@ -56,7 +56,8 @@ def save_indexes(
 
 
 def _is_chosen(index: BlockIndex, pattern: Pattern, ranges: MaskRanges, first: BlockIndex) -> bool:
-    """True if the pattern chose the index under this mask, with as many heads as the first one has."""
+    """True if the pattern chose the index under this mask, with as many heads
+    as the first one has."""
     of_batch = (len(first.verticals), first.heads, first.block_size)
     if (len(index.verticals), index.heads, index.block_size) != of_batch:
         return False
@@ -146,7 +147,8 @@ def random_index(
 
 
 def ragged_lengths(seq_len: int, seed: int) -> list[int]:
-    """Lengths of the documents of a packed sequence, with the distribution of MagiAttention's benchmarks.
+    """Lengths of the documents of a packed sequence, with the distribution of
+    MagiAttention's benchmarks.
 
     71 % have at most 1K tokens, 87 % 2K, 97.4 % 8K, and the longest 196,608 or a quarter of the
     sequence.

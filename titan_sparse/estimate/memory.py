@@ -150,8 +150,8 @@ def kept_by_block(step: StepShape) -> float:
         # down.
         kept = _bytes(step, 1 if step.compiled else 2, query=1, kv=1, intermediate=keeps_mlp)
     else:
-        # Both norms with their inputs. q, k and v, of which the norms keep q and k once more. gate, up,
-        # their product, and without the compiler silu(gate).
+        # Both norms with their inputs. q, k and v, of which the norms keep q and k once more. gate,
+        # up, their product, and without the compiler silu(gate).
         norms = int(step.model.qk_norm)
         of_mlp = (3 if step.compiled else 4) * keeps_mlp
         kept = _bytes(step, hidden=4, query=1 + norms, kv=2 + norms, intermediate=of_mlp)
@@ -238,11 +238,11 @@ def _block_backward(step: StepShape) -> float:
     """The most that one block's backward needs in addition to what the block has kept.
 
     The worst point is in its MLP or in its attention. In the MLP it is silu's backward, when the
-    gradients of gate and up have just been made. From the forward there are both norms, the residual,
-    q, k, v, gate, up and their product, except for what was kept. Then the gradients of
+    gradients of gate and up have just been made. From the forward there are both norms, the
+    residual, q, k, v, gate, up and their product, except for what was kept. Then the gradients of
     the block's output, of the product, of gate and of up. The compiler frees what it does not need,
-    or computes it later. During attention's backward the gradients of out, q, k and v are alive, and
-    nothing of the MLP.
+    or computes it later. During attention's backward the gradients of out, q, k and v are alive,
+    and nothing of the MLP.
     """
     model = step.model
     # q, v and gate were kept.
@@ -269,12 +269,14 @@ def _block_backward(step: StepShape) -> float:
         # Both operands of a matmul, a byte an element.
         mlp += _mlp_tokens(step) * (model.hidden_size + model.intermediate_size)
     elif step.float8:
-        # The weights' gradients have bf16 operands, which are kept too (measured: docs/training.md).
+        # The weights' gradients have bf16 operands, which are kept too
+        # (measured: docs/training.md).
         mlp += _mlp_tokens(step) * 8 * model.intermediate_size
     linear = 0
     if model.linear_layers:
-        # q, k, v and gate before and after the convolution, with their gradients; the state that
-        # each 64 tokens begin with, and its gradient. Over several ranks, a second state goes beside.
+        # q, k, v and gate before and after the convolution, with their gradients; the state
+        # that each 64 tokens begin with, and its gradient. Over several ranks, a second state
+        # goes beside.
         states = 2 * model.linear_state / 64 * (2 if step.cp > 1 else 1)
         linear = step.width * step.tokens * (4 * model.linear_width + states)
     # A block whose attention is recomputed did not keep out, which now exists again.
@@ -341,8 +343,8 @@ def _schedule_workspace(step: StepShape) -> float:
     if moves is Moves.HEADS:
         kv_heads = step.model.kv_heads
         at_once = _heads_gathered(step)
-        # Of the whole sequence: dK and dV of two groups of heads, of which one is computed while one is
-        # sent, and K and V of one, head by head instead of rank by rank.
+        # Of the whole sequence: dK and dV of two groups of heads, of which one is computed while
+        # one is sent, and K and V of one, head by head instead of rank by rank.
         sums = step.wide * min(2 * at_once, kv_heads)
         copies = step.width * at_once if at_once * step.sequences > 1 else 0
         return 2 * step.kv * step.cp * (sums + copies) / kv_heads
@@ -393,7 +395,8 @@ def cp_buffers(step: StepShape) -> float:
         kv_heads = step.model.kv_heads
         return chunk * step.cp * min(2 * _heads_gathered(step), kv_heads) / kv_heads
     if moves is Moves.BLOCKS:
-        # Own blocks and those handed on between nodes, and the blocks of a stage. Gradients likewise.
+        # Own blocks and those handed on between nodes, and the blocks of a
+        # stage. Gradients likewise.
         backward_stages = step.overlap_stages[1]
         handed_on = step.inter if step.inter > 1 else 0
         received = handed_on + (step.cp - 1) / min(step.overlap_stages)

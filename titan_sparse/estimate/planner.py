@@ -2,9 +2,9 @@
 rates.
 
 This needs no GPU and no processes. The work of every rank and step and the bytes on every link are
-counted exactly. The times are bounds. On each rank a step takes as long as its kernels or the slowest
-transfer at the same time, whichever is longer. Transfers that nothing hides are added, and the last
-rank counts. W is the number of ranks everywhere.
+counted exactly. The times are bounds. On each rank a step takes as long as its kernels or the
+slowest transfer at the same time, whichever is longer. Transfers that nothing hides are added, and
+the last rank counts. W is the number of ranks everywhere.
 """
 
 import dataclasses
@@ -54,8 +54,8 @@ class Setting:
 
 
 class LayerWork(NamedTuple):
-    """Attention of one layer: what it chose, under which mask, the shape of K and V, and what a layout
-    gives each rank. It is the same for all schedules.
+    """Attention of one layer: what it chose, under which mask, the shape of K and V, and what a
+    layout gives each rank. It is the same for all schedules.
 
     table: blocks of the ranks, int64 [W, n]. visits: the pairs that they compute.
     """
@@ -70,10 +70,10 @@ class LayerWork(NamedTuple):
 class Pass(NamedTuple):
     """A forward or a backward.
 
-    compute: seconds of kernels and launches, float64 [W, steps]. transfers: seconds of the transfers
-    that run at the same time as each step, float64 [steps]. ends: seconds of transfers before the
-    first or after the last step. seconds: until the last rank is done. sent: bytes that each rank
-    sends, inside its node and to other nodes.
+    compute: seconds of kernels and launches, float64 [W, steps]. transfers: seconds of the
+    transfers that run at the same time as each step, float64 [steps]. ends: seconds of transfers
+    before the first or after the last step. seconds: until the last rank is done. sent: bytes that
+    each rank sends, inside its node and to other nodes.
     """
 
     compute: Tensor
@@ -155,8 +155,8 @@ class _Planner:
         self.gradient_bytes = elements * shape.gradient_bytes
 
     def ring(self) -> tuple[Tensor, Pass, Pass]:
-        """In a double ring, hops between nodes run at the same time as windows. Heads travel in groups:
-        one group is computed while the next one travels."""
+        """In a double ring, hops between nodes run at the same time as windows. Heads travel in
+        groups: one group is computed while the next one travels."""
         setting = self.setting
         windows, steps = setting.schedule.rings(setting.inter, setting.intra)
         groups = head_groups(self.layer.shape.kv_heads, windows)
@@ -238,7 +238,8 @@ class _Planner:
         return work, forward, backward
 
     def ulysses(self) -> tuple[Tensor, Pass, Pass]:
-        """The ranks of a node share the heads, and those with the same heads make a ring of nodes."""
+        """The ranks of a node share the heads, and those with the same heads
+        make a ring of nodes."""
         setting = self.setting
         layer = self.layer
         ranks = setting.intra
@@ -312,7 +313,8 @@ class _Planner:
     def _exchanges(
         self, wanted: Tensor, stages: int, chunk_bytes: int, backward: bool = False
     ) -> tuple[Tensor, ring_routing.Traffic]:
-        """Seconds of the exchange of each stage, float64 [stages], and bytes that each rank sends."""
+        """Seconds of the exchange of each stage, float64 [stages], and bytes
+        that each rank sends."""
         block_bytes = chunk_bytes // self.layer.table.shape[1]
         sent = group_cast_plan.traffic(wanted, stages, backward)
         received = group_cast_plan.traffic(wanted, stages, not backward)
@@ -329,8 +331,8 @@ class _Planner:
         return exchange, ring_routing.Traffic(*(blocks.sum(1) * block_bytes for blocks in sent))
 
     def _work_by_step(self) -> tuple[Tensor, Tensor]:
-        """The chunks that each rank is sent and computes on, bool [W, W], and pairs of tokens by step of
-        the forward, float64 [W, W]."""
+        """The chunks that each rank is sent and computes on, bool [W, W], and pairs of tokens by
+        step of the forward, float64 [W, W]."""
         setting = self.setting
         index = self.layer.index
         ranges = self.layer.ranges
@@ -344,7 +346,8 @@ class _Planner:
         return needed, by_step(self.layer.visits, sources, needed)
 
     def _link_seconds(self, size: Tensor | float, across: bool) -> Tensor:
-        """Seconds of a transfer of `size` bytes inside a node or across; none where there are none."""
+        """Seconds of a transfer of `size` bytes inside a node or across; none
+        where there are none."""
         constants = self.constants
         gb_s = constants.across_gb_s if across else constants.inside_gb_s
         latency_ms = constants.across_latency_ms if across else constants.inside_latency_ms
@@ -373,8 +376,8 @@ class _Planner:
         """Steps one after the other.
 
         pairs: float64 [W, steps], in the order of the pass. beside: float64 [steps], seconds of the
-        transfers that run at the same time as each step. sent: as in Pass. ends: of transfers before the first or
-        after the last step. launches: of kernels, for each step.
+        transfers that run at the same time as each step. sent: as in Pass. ends: of transfers
+        before the first or after the last step. launches: of kernels, for each step.
         """
         constants = self.constants
         shape = self.layer.shape

@@ -15,8 +15,8 @@ from titan_sparse.loss import IGNORE_INDEX
 @dataclass(frozen=True)
 class Sample:
     """A prompt and its answer: tokens, int64 [n]. references: strings that a right answer contains.
-    new_tokens: how many may be generated. length: tokens to pad to, answer included. about: copied into
-    the sample's record."""
+    new_tokens: how many may be generated. length: tokens to pad to, answer included. about: copied
+    into the sample's record."""
 
     prompt: NDArray[np.int64]
     answer: NDArray[np.int64]
@@ -35,7 +35,8 @@ class Sample:
 
 
 def string_match_all(prediction: str, references: tuple[str, ...]) -> float:
-    """Share of the references that the prediction contains, in upper or lower case (as in RULER)."""
+    """Share of the references that the prediction contains, in upper or
+    lower case (as in RULER)."""
     text = prediction.lower()
     return sum(reference.lower() in text for reference in references) / len(references)
 

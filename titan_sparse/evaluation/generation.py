@@ -1,8 +1,8 @@
 """Generate text, with keys and values kept on the ranks of a sequence.
 
-The prompt goes through the model's own attention, dense or sparse, in the run's layout and schedule.
-Each rank keeps the keys that it has computed, and the ranks take turns to keep those of new tokens. A
-new query attends densely to the keys of all ranks (attention.decode).
+The prompt goes through the model's own attention, dense or sparse, in the run's layout and
+schedule. Each rank keeps the keys that it has computed, and the ranks take turns to keep those of
+new tokens. A new query attends densely to the keys of all ranks (attention.decode).
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -60,10 +60,10 @@ def stream(
     """The next token of each prompt, int64 [n], up to `new_tokens` times; None for a text that has
     ended.
 
-    temperature: 0 takes the most likely token. Otherwise logits are divided by it, and a token is drawn
-    with `seed`. Collective over the world: each data-parallel rank brings prompts of its own, and the
-    ranks of a context-parallel group bring the same ones. Raises ValueError for an empty prompt, or
-    none.
+    temperature: 0 takes the most likely token. Otherwise logits are divided by it, and a token is
+    drawn with `seed`. Collective over the world: each data-parallel rank brings prompts of its own,
+    and the ranks of a context-parallel group bring the same ones. Raises ValueError for an empty
+    prompt, or none.
     """
     if not prompts or min(len(prompt) for prompt in prompts) == 0:
         raise ValueError("a prompt is empty or missing; write a prompt of one token or more")
@@ -91,7 +91,8 @@ def stream(
         logits[(batch.labels != IGNORE_INDEX).nonzero()[:, 0]] = own
         logits = scorer.cp.all_reduce(logits)
         for number in range(new_tokens):
-            # Ranks may round their sums differently. Their texts would then diverge without a notice.
+            # Ranks may round their sums differently. Their texts would then
+            # diverge without a notice.
             tokens = scorer.cp.all_gather(_choose(logits, temperature, generator))[0]
             column = [None if done else token for token, done in zip(tokens.tolist(), is_done)]
             yield column
@@ -148,8 +149,8 @@ def encode_prompt(
 ) -> NDArray[np.int64]:
     """The tokens of a text to continue, or with a template those of a user's message to answer.
 
-    add_bos: data.add_bos. A template writes such tokens itself. Raises ValueError for a text without
-    tokens or not of UTF-8, and a message that the template refuses.
+    add_bos: data.add_bos. A template writes such tokens itself. Raises ValueError for a text
+    without tokens or not of UTF-8, and a message that the template refuses.
     """
     check_value("PROMPT", str, text)
     if template is not None:
@@ -188,8 +189,8 @@ def decoded(
 class _Places:
     """The positions of tokens, for all layers.
 
-    prompt: int64 [B, S_local], positions of the prompt's tokens on this rank. lengths: int64 [B], tokens
-    of the prompts. number: how many new tokens come before the one that goes through.
+    prompt: int64 [B, S_local], positions of the prompt's tokens on this rank. lengths: int64 [B],
+    tokens of the prompts. number: how many new tokens come before the one that goes through.
     """
 
     prompt: Tensor
@@ -210,8 +211,8 @@ class _Places:
 
 @dataclass(eq=False)
 class _CachedAttend:
-    """One layer's attention: of the prompt by `attend`, and then of one token a sequence, which sees
-    the last `window` tokens, and of these the last `run` and the first `sinks`; 0: all."""
+    """One layer's attention: of the prompt by `attend`, and then of one token a sequence, which
+    sees the last `window` tokens, and of these the last `run` and the first `sinks`; 0: all."""
 
     attend: Callable[..., Tensor]
     places: _Places

@@ -35,10 +35,10 @@ class Layer(NamedTuple):
     """Measurements of one layer, float64 on the CPU, for each of Hq query heads.
 
     vertical_mass: [Hq, bins], share of the mass by position of the key, of the last rows, by which
-    vertical_slash chooses. slash_mass: [Hq, K], share of the last and random rows' mass by distance in
-    blocks. top_k: [Hq, len(TOP_K)], mean share that a random row's k largest keys hold. top_k_density:
-    [len(TOP_K)], these keys as a share of all that the random rows may see. curves: what curve()
-    returns for each pattern and setting.
+    vertical_slash chooses. slash_mass: [Hq, K], share of the last and random rows' mass by distance
+    in blocks. top_k: [Hq, len(TOP_K)], mean share that a random row's k largest keys hold.
+    top_k_density: [len(TOP_K)], these keys as a share of all that the random rows may see. curves:
+    what curve() returns for each pattern and setting.
     """
 
     vertical_mass: Tensor
@@ -129,7 +129,8 @@ def probabilities(q: Tensor, k: Tensor, ranges: MaskRanges, at: Tensor) -> Tenso
 
 
 def by_distance(mass: Tensor, at: Tensor, size: int) -> Tensor:
-    """Sums of [Hq, n, S] by the distance in blocks from the rows at `at`, int64 [n]: [Hq, S / size]."""
+    """Sums of [Hq, n, S] by the distance in blocks from the rows at `at`, int64
+    [n]: [Hq, S / size]."""
     # [Hq, n, S / size]
     blocks = mass.unflatten(2, (-1, size)).sum(-1)
     number = torch.arange(blocks.shape[2], device=at.device)
@@ -142,8 +143,8 @@ def by_distance(mass: Tensor, at: Tensor, size: int) -> Tensor:
 def patterns(attention: Attention, tokens: int) -> Iterator[tuple[str, float, Pattern]]:
     """(name, setting, pattern) of what is compared: the choices of `attention` with other targets.
 
-    vertical_slash has no caps and floors. With independent budgets its probe, sinks and local slashes
-    are the published ones.
+    vertical_slash has no caps and floors. With independent budgets its probe, sinks and local
+    slashes are the published ones.
     """
     size = attention.block_size
     section = attention.vertical_slash
@@ -200,7 +201,8 @@ def curve(
 
 
 def allowed_keys(ranges: MaskRanges, at: Tensor) -> Tensor:
-    """Keys that the mask allows the queries at `at`, int64 [n], of the first sequence: bool [n, S]."""
+    """Keys that the mask allows the queries at `at`, int64 [n], of the first
+    sequence: bool [n, S]."""
     key = torch.arange(ranges.start.shape[1], device=at.device)
     return (key >= ranges.start[0, at, None]) & (key < ranges.stop[0, at, None])
 
@@ -227,7 +229,8 @@ def figures(layers: dict[int, Layer], seq_len: int) -> dict[str, Any]:
 
 
 def _layer_figure(number: int, layer: Layer, seq_len: int) -> Any:
-    """Heads down; mass by position of the key, and by distance in blocks. Colors are logarithmic."""
+    """Heads down; mass by position of the key, and by distance in blocks.
+    Colors are logarithmic."""
     from matplotlib.colors import LogNorm
 
     heads, blocks = layer.slash_mass.shape

@@ -76,8 +76,8 @@ def needle_samples(
     """`samples` prompts for each length and depth.
 
     lengths: tokens, the answer included. depths: share of the text before the needle, 0 to 1. Each
-    prompt has its own key, number and part of the haystack, fixed by `seed`, and begins as documents
-    do.
+    prompt has its own key, number and part of the haystack, fixed by `seed`, and begins as
+    documents do.
     Raises ValueError for a length that does not hold the question and needle.
     """
     prompts = []

@@ -1,8 +1,8 @@
 """Loss and perplexity by position: does the model use context that is far away?
 
-A window slides over each document (Press et al., ALiBi, arXiv 2108.12409, appendix B). Each token is
-scored once, in the first window that reaches it. Its position in that window is the length of its
-context (Xiong et al., arXiv 2309.16039, figure 1).
+A window slides over each document (Press et al., ALiBi, arXiv 2108.12409, appendix B). Each token
+is scored once, in the first window that reaches it. Its position in that window is the length of
+its context (Xiong et al., arXiv 2309.16039, figure 1).
 """
 
 import itertools
@@ -36,8 +36,8 @@ def long_documents(documents: Documents, min_length: int) -> Iterator[Encoded]:
 def windows(documents: Iterable[Encoded], length: int, stride: int) -> Iterator[Sequence]:
     """Windows of up to `length` tokens, `stride` apart, over each document.
 
-    Labels that an earlier window has scored are -100, and so are those of chats that are not learned.
-    Raises ValueError for a stride outside [1, length].
+    Labels that an earlier window has scored are -100, and so are those of chats that are not
+    learned. Raises ValueError for a stride outside [1, length].
     """
     if not 1 <= stride <= length:
         raise ValueError(
@@ -79,11 +79,11 @@ def first_windows(
 def position_loss(
     scorer: Scorer, sequences: list[Sequence], length: int, buckets: int
 ) -> dict[str, Any]:
-    """Mean cross-entropy (natural log) and perplexity over all labels, and in `buckets` equal ranges
-    of positions; None where a range has no label.
+    """Mean cross-entropy (natural log) and perplexity over all labels, and in `buckets` equal
+    ranges of positions; None where a range has no label.
 
-    Collective: all ranks bring the same `sequences` of at most `length` tokens. Raises ValueError if
-    there are more buckets than tokens.
+    Collective: all ranks bring the same `sequences` of at most `length` tokens. Raises ValueError
+    if there are more buckets than tokens.
     """
     if not 1 <= buckets <= length:
         raise ValueError(

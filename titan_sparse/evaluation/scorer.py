@@ -67,7 +67,8 @@ class Scorer:
     device: torch.device
     tokenizer: Tokenizer
     masks: Callable[[list[list[int]], int], tuple[Any, Tensor | None]]
-    """masks(lengths, seq_len): what the model takes as its mask, and which rank owns which blocks"""
+    """masks(lengths, seq_len): what the model takes as its mask, and which
+    rank owns which blocks"""
     shard: Callable[..., Tensor]
     """shard(x, dim, table): this rank's part"""
     dp_rank: int
@@ -94,8 +95,8 @@ class Scorer:
             yield number, items[number] if number < len(items) else None
 
     def results(self, items: list[T], compute: Callable[[int, T | None], R]) -> list[R]:
-        """compute(number, item) of each item, in order and the same on all ranks, which bring the same
-        items. What it returns for None, as in own(), is dropped."""
+        """compute(number, item) of each item, in order and the same on all ranks, which bring the
+        same items. What it returns for None, as in own(), is dropped."""
         found = {number: compute(number, item) for number, item in self.own(items)}
         self.release()
         of_ranks: list[Any] = [None] * dist.get_world_size()
@@ -179,7 +180,8 @@ class Scorer:
 
     @torch.no_grad()
     def run(self, batch: ScoredBatch, loss: Callable[..., Any]) -> Any:
-        """The result of `loss`, a function of titan_sparse.loss, for a batch. Raises Interrupted."""
+        """The result of `loss`, a function of titan_sparse.loss, for a
+        batch. Raises Interrupted."""
         if self.must_stop():
             self.release()
             raise Interrupted

@@ -87,8 +87,8 @@ class _Linear(NamedTuple):
             d_rows.addmm_(d_out @ self.b, self.a, alpha=self.scale)
 
     def add_gradients(self, totals: list[Tensor], rows: Tensor, d_out: Tensor) -> None:
-        """totals, [d_weight] or [d_a, d_b], += the gradients, rounded only to fp32, so that the error
-        does not grow with the number of chunks."""
+        """totals, [d_weight] or [d_a, d_b], += the gradients, rounded only to fp32, so that the
+        error does not grow with the number of chunks."""
         if len(totals) == 1:
             matmul(d_out.T, rows, totals[0], beta=1)
         elif self.scale:

@@ -161,8 +161,8 @@ def resolve_adapters(
 ) -> Adapters | None:
     """The adapters that the [lora] section describes for this model; None for rank 0.
 
-    training.preflight.build_adapters() adds the rows of trained tokens, which a tokenizer knows. Raises
-    ValueError, one line, for a name in `targets` that no linear layer of its blocks has.
+    training.preflight.build_adapters() adds the rows of trained tokens, which a tokenizer knows.
+    Raises ValueError, one line, for a name in `targets` that no linear layer of its blocks has.
     """
     if rank == 0:
         return None

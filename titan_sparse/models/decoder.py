@@ -35,8 +35,8 @@ class LayerMasks(NamedTuple):
 
 
 class Attends(NamedTuple):
-    """Attention functions by kind of layer, each called like Attend. Models of transformers also pass
-    scale=, and sinks= if they have them.
+    """Attention functions by kind of layer, each called like Attend. Models of transformers also
+    pass scale=, and sinks= if they have them.
 
     full: for layers that a pattern applies to. window: for layers with a window, and dense_layers.
     linear: the forward of transformers' linear attention, called with the module first.
@@ -69,8 +69,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
         attention_factor = 1.0
     else:
         # Pairs that turn more than beta_fast times in the training length are kept, those that turn
-        # less than beta_slow times are divided by `factor`, and those in between are blended linearly
-        # by index.
+        # less than beta_slow times are divided by `factor`, and those in between are blended
+        # linearly by index.
         fast, slow = (
             # The pair that turns this many times, as a fraction.
             head_dim

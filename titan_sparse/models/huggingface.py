@@ -238,8 +238,8 @@ def export_weights(
     source: the Hugging Face folder that training began from, whose config.json gives all other
     entries; empty: none.
     max_file_bytes: larger weights are split over several files, as in transformers. files: name ->
-    content of the tokenizer and other files to write next to the weights. entries: of config.json, in
-    place of those of `source`.
+    content of the tokenizer and other files to write next to the weights. entries: of config.json,
+    in place of those of `source`.
     Raises ValueError of one line if `folder` already exists, or lies among the run's checkpoints,
     where old ones are deleted.
     """

@@ -10,8 +10,8 @@ from titan_sparse.models.config import DecoderConfig, RopeConfig
 
 
 class Family(NamedTuple):
-    """A tested family. norm_starts_at: the weight with which its norms do not scale. needed: keys that
-    must be given beside sizes. only: keys of config.json with their only accepted value."""
+    """A tested family. norm_starts_at: the weight with which its norms do not scale. needed: keys
+    that must be given beside sizes. only: keys of config.json with their only accepted value."""
 
     architecture: str
     norm_starts_at: float = 1.0
@@ -66,8 +66,8 @@ _BY_OURS: dict[str, Any] = {
 NATIVE = {name: FAMILIES[name]._replace(**_BY_OURS) for name in ("qwen2", "llama", "qwen3")}
 """Those of our own decoder, with what it computes of them."""
 
-# Keys that must be 0, false or null: there is no dropout, because activation checkpointing would draw
-# other numbers, and neither attention nor the fused loss caps logits by a tanh.
+# Keys that must be 0, false or null: there is no dropout, because activation checkpointing would
+# draw other numbers, and neither attention nor the fused loss caps logits by a tanh.
 _OFF = (
     "attention_dropout",
     "resid_pdrop",
@@ -258,8 +258,8 @@ def config_json(config: DecoderConfig, dtype: str, source: str = "") -> dict[str
     # The table has this key too, but in transformers the top level wins.
     if _ORIGINAL in values:
         values[_ORIGINAL] = rope.original_length
-    # transformers 4 computes YaRN's factor as max_position_embeddings / original, so the product must
-    # be right.
+    # transformers 4 computes YaRN's factor as max_position_embeddings / original, so the
+    # product must be right.
     extended = round(rope.factor * rope.original_length)
     longest = extended if rope.scaling == "yarn" else max(extended, config.max_positions)
     values["max_position_embeddings"] = longest
@@ -311,8 +311,8 @@ def family_of(config: DecoderConfig) -> str:
 
 
 def read_json(folder: str) -> dict[str, Any]:
-    """The content of `folder`/config.json. Raises ValueError, one line, if it is not a JSON object, or
-    the folder is one of adapters."""
+    """The content of `folder`/config.json. Raises ValueError, one line, if it is not a JSON object,
+    or the folder is one of adapters."""
     path = Path(folder).expanduser() / "config.json"
     # Next to whole weights, transformers would add them to these.
     if path.with_name("adapter_config.json").is_file():
@@ -389,7 +389,8 @@ def read_rope(values: dict[str, Any]) -> RopeConfig:
         original_length,
         **{key: float(table[key]) for key in _FREQUENCIES if key in table},
     )
-    # The decoder multiplies YaRN's cos and sin by this (models/decoder.py), and has no other factor.
+    # The decoder multiplies YaRN's cos and sin by this (models/decoder.py), and
+    # has no other factor.
     factor = 0.1 * math.log(rope.factor) + 1
     is_published = math.isclose(table.get("attention_factor", factor), factor, rel_tol=1e-6)
     rules = {

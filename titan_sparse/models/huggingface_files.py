@@ -1,5 +1,5 @@
-"""The files of a Hugging Face folder: which weights count, what an export copies, and the folder of a
-name on the hub, downloaded into its usual cache."""
+"""The files of a Hugging Face folder: which weights count, what an export copies, and the folder of
+a name on the hub, downloaded into its usual cache."""
 
 import functools
 import hashlib
@@ -135,8 +135,8 @@ def weights_digest(folder: str) -> str:
 
 
 def open_tensors(folder: str, stack: ExitStack) -> dict[str, Callable[[], Any]]:
-    """By tensor, a function that opens it as a slice of safetensors. Files stay open until `stack` is
-    left."""
+    """By tensor, a function that opens it as a slice of safetensors. Files stay open
+    until `stack` is left."""
     tensors: dict[str, Callable[[], Any]] = {}
     for path in weight_files(Path(folder).expanduser()):
         try:
@@ -151,14 +151,14 @@ def open_tensors(folder: str, stack: ExitStack) -> dict[str, Callable[[], Any]]:
 
 
 def local_folder(name: str, key: str, weights: bool) -> str:
-    """The folder of a model that is named as on the hub, such as "Qwen/Qwen2.5-0.5B"; any other name,
-    and that of a folder or file that exists here, is returned as it is.
+    """The folder of a model that is named as on the hub, such as "Qwen/Qwen2.5-0.5B"; any other
+    name, and that of a folder or file that exists here, is returned as it is.
 
     What the cache holds is used without asking the hub, so that a run that goes on has the same
     weights. Files that are missing are downloaded. The processes of a node wait for the one that
     downloads, and the first one shows the progress.
-    key: of the name. weights: whether they are needed, in addition to a tokenizer. Raises ValueError,
-    one line, if the model cannot be downloaded.
+    key: of the name. weights: whether they are needed, in addition to a tokenizer. Raises
+    ValueError, one line, if the model cannot be downloaded.
     """
     if not _HUB_NAME.fullmatch(name) or os.path.exists(name):
         return name

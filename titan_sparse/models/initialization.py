@@ -55,8 +55,8 @@ def initialize(
         else:
             full = _draw(canonical_name(name), parameter.shape, where, seed, config, adapters)
         if isinstance(parameter, DTensor):
-            # src_data_rank=None: every rank has drawn the same tensor and cuts its own shard; nothing
-            # is sent.
+            # src_data_rank=None: every rank has drawn the same tensor and cuts its own
+            # shard; nothing is sent.
             full = distribute_tensor(
                 full, parameter.device_mesh, parameter.placements, src_data_rank=None
             )

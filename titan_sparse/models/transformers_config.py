@@ -23,10 +23,11 @@ class TransformersConfig(DecoderConfig):
     """Shape of a model of transformers, with the fields that this project counts or compares.
 
     intermediate_size: in a mixture of experts, the total of the experts of one token, their inputs
-    included. qkv_bias, norm_eps: not used. rope: theta alone; transformers reads its own. parameters:
-    the number of all parameters. linear_weights: elements of the layers' matrices that one token is
-    multiplied by. linears: name, inputs, outputs and number of the layers' linear layers, without
-    those of experts. settings: the other entries of config.json except names and ids, sorted.
+    included. qkv_bias, norm_eps: not used. rope: theta alone; transformers reads its own.
+    parameters: the number of all parameters. linear_weights: elements of the layers' matrices that
+    one token is multiplied by. linears: name, inputs, outputs and number of the layers' linear
+    layers, without those of experts. settings: the other entries of config.json except names and
+    ids, sorted.
     """
 
     folder: str
@@ -113,8 +114,8 @@ def build_their_model(
     vocab_size: int = 0,
     rope_theta: float = 0.0,
 ) -> Any:
-    """transformers' own model of `folder`, cut to the first `layers` layers (0: all). Call it on the
-    "meta" device, because it draws weights.
+    """transformers' own model of `folder`, cut to the first `layers` layers (0: all). Call it on
+    the "meta" device, because it draws weights.
 
     attention: its attn_implementation. vocab_size and rope_theta: as in read_transformers_config().
     Raises ValueError, one line, if transformers cannot build it.

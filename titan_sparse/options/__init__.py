@@ -1,1 +1,2 @@
-"""Options with their ranges, the options of patterns, and the extras of the package. Imports no torch."""
+"""Options with their ranges, the options of patterns, and the extras of the
+package. Imports no torch."""

@@ -66,7 +66,8 @@ def need_here(extra: str) -> None:
 
 
 def program(main: Callable[..., int]) -> Callable[..., int]:
-    """The main() of a program of the trainer: without the extra it prints one line and returns 2."""
+    """The main() of a program of the trainer: without the extra it prints
+    one line and returns 2."""
 
     @functools.wraps(main)
     def run(*arguments) -> int:

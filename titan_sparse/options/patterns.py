@@ -26,7 +26,8 @@ class PatternOptions:
     name: ClassVar[str]
 
     def __post_init__(self) -> None:
-        """A pattern checks itself here. A section of the configuration is filled key by key first."""
+        """A pattern checks itself here. A section of the configuration is
+        filled key by key first."""
 
     def check(self) -> None:
         """Raises ValueError, one line, for options that are out of range or exclude each other."""
@@ -45,7 +46,8 @@ class PatternOptions:
         """Raises ValueError for options that do not fit attention's block size."""
 
     def recall_like(self) -> float:
-        """The recall of vertical_slash that computes about as much, by which "auto" picks a backend."""
+        """The recall of vertical_slash that computes about as much, by which
+        "auto" picks a backend."""
         return 0.95
 
     def sparse_from(self, block_size: int, packed: bool) -> int:

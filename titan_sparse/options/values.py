@@ -1,4 +1,5 @@
-"""Values of options: their ranges, how they are checked, and how messages show them. Imports no torch."""
+"""Values of options: their ranges, how they are checked, and how messages show
+them. Imports no torch."""
 
 import difflib
 import json

@@ -32,7 +32,8 @@ _STEPS_APART = 1_000_003
 
 
 def probe_seed(training_seed: int, step: int) -> int:
-    """From which probes draw their rows in this step, the same on all ranks and in a resumed run."""
+    """From which probes draw their rows in this step, the same on all ranks
+    and in a resumed run."""
     return (training_seed * _STEPS_APART + step) % 2**32
 
 
@@ -83,7 +84,8 @@ def build_pattern(attention: Attention) -> Pattern:
 
 
 def attention_line(attention: Attention) -> str:
-    """The mask, the pattern with the options that differ from their defaults, and the block size."""
+    """The mask, the pattern with the options that differ from their
+    defaults, and the block size."""
     changed = getattr(attention, attention.pattern).changed()
     if attention.dense_layers:
         changed["dense_layers"] = attention.dense_layers
@@ -93,7 +95,8 @@ def attention_line(attention: Attention) -> str:
 
 
 def schedule_named(attention: Attention, inter: int, intra: int) -> str:
-    """The schedule for `inter` nodes of `intra` ranks each, with "auto" decided (schedule.choose)."""
+    """The schedule for `inter` nodes of `intra` ranks each, with "auto"
+    decided (schedule.choose)."""
     if attention.schedule != "auto":
         return attention.schedule
     # It leaves most blocks of other ranks unneeded, and the layout "balanced" is made for that.
@@ -107,8 +110,9 @@ def schedule_named(attention: Attention, inter: int, intra: int) -> str:
 def build_context_parallel(
     attention: Attention, mesh: DeviceMesh, costs: Costs | None = None
 ) -> ContextParallel:
-    """The section's context parallelism. mesh: of the ranks that share a sequence, with axes ("cp_inter",
-    "cp_intra") or ("cp",). costs: what attention.balance_costs holds. Collective over the mesh.
+    """The section's context parallelism. mesh: of the ranks that share a sequence, with axes
+    ("cp_inter", "cp_intra") or ("cp",). costs: what attention.balance_costs holds. Collective
+    over the mesh.
     """
     inter, intra = mesh.shape if mesh.ndim == 2 else (1, mesh.size())
     # "float32" is also what a configuration that says nothing holds. Gradients then travel in the
@@ -264,8 +268,8 @@ def _shorter(attention: Attention, tokens: int) -> list[str]:
 def build_attend(
     attention: Attention, cp: ContextParallel, recomputed: float = 0.0
 ) -> Callable[..., Tensor]:
-    """attend(q, k, v, mask) with the section's choices, as a decoder takes it. recomputed: the share of
-    each sequence whose attention is computed again in the backward."""
+    """attend(q, k, v, mask) with the section's choices, as a decoder takes it. recomputed: the
+    share of each sequence whose attention is computed again in the backward."""
     pattern = build_pattern(attention)
     return functools.partial(
         attend, pattern=pattern, cp=cp, backend=attention.backend, recomputed=recomputed

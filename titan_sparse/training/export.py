@@ -29,8 +29,8 @@ _TOKENIZER = "tokenizer_config.json"
 
 
 def export_run(config: Config, step: int) -> None:
-    """Write the checkpoint of `step` to <output_dir>/huggingface/step-N, unless it is there. Collective:
-    the other ranks wait for rank 0."""
+    """Write the checkpoint of `step` to <output_dir>/huggingface/step-N, unless it is there.
+    Collective: the other ranks wait for rank 0."""
     output_dir = config.training.output_dir
     folder = os.path.join(output_dir, "huggingface", f"step-{step}")
     if dist.get_rank() == 0 and not os.path.exists(folder):
@@ -45,8 +45,9 @@ def export(
     """Write the weights of a checkpoint, or its adapters for PEFT, to the new folder `out`. One
     process reads what all have saved.
 
-    config: the run's. dtype: None for that of training, and for adapters float32. merge: adapters go
-    into the weights of model.initial_hf. Raises ValueError, one line, for what cannot be exported.
+    config: the run's. dtype: None for that of training, and for adapters float32. merge:
+    adapters go into the weights of model.initial_hf. Raises ValueError, one line, for what
+    cannot be exported.
     """
     model = config.model
     shape = resolve(**vars(model))
@@ -137,8 +138,8 @@ def _base_files(model: Model, shape: DecoderConfig, out: str) -> dict[str, bytes
 
 
 def _check_tokenizer(out: str, tokenizer: Tokenizer) -> None:
-    """Warn if transformers reads other tokens from the folder `out`: for some values of model_type it
-    takes the class of that family, whatever the tokenizer's files say."""
+    """Warn if transformers reads other tokens from the folder `out`: for some values of model_type
+    it takes the class of that family, whatever the tokenizer's files say."""
     if tokenizer.folder is None or FileTokenizer(out, False).extends(tokenizer):
         return
     logger.warning(

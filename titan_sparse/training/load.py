@@ -1,5 +1,5 @@
-"""The configuration to evaluate with, and a decoder with weights of a run's checkpoint or a Hugging Face
-folder."""
+"""The configuration to evaluate with, and a decoder with weights of a run's checkpoint or a
+Hugging Face folder."""
 
 import dataclasses
 import math
@@ -96,10 +96,11 @@ def load_for_evaluation(
 ) -> Config:
     """The configuration of `words`, as train.py takes them, not checked yet. Raises ConfigError.
 
-    hf: a Hugging Face folder, or a name on its hub, in place of the run's model. dense: attend densely,
-    whatever the pattern in training. checkpoint: a run's folder or checkpoint, whose texts are begun as
-    in training. reads_text: of data.source, which is then one source. What only training uses is reset,
-    so that it cannot conflict with another mesh, and refused among `words` beside a file.
+    hf: a Hugging Face folder, or a name on its hub, in place of the run's model. dense: attend
+    densely, whatever the pattern in training. checkpoint: a run's folder or checkpoint, whose texts
+    are begun as in training. reads_text: of data.source, which is then one source. What only
+    training uses is reset, so that it cannot conflict with another mesh, and refused among `words`
+    beside a file.
     """
     config = load_config(words)
     given = given_keys(words)
@@ -118,8 +119,8 @@ def load_for_evaluation(
         config.data.add_bos &= _was_begun(checkpoint)
     if dense:
         config.attention.pattern = "dense"
-    # Share each sequence as in training, if the ranks of this launch allow it. The remaining ranks are
-    # data-parallel.
+    # Share each sequence as in training, if the ranks of this launch allow it. The remaining
+    # ranks are data-parallel.
     cp = math.gcd(config.parallelism.cp, world_from_environment()[0])
     mesh = {"cp": cp, "cp_intra": 0, "dp_replicate": 1, "dp_shard": -1}
     if given.isdisjoint(f"parallelism.{name}" for name in mesh):
@@ -170,7 +171,8 @@ def refuse_ignored(words: Iterable[str], reasons: dict[str, str]) -> None:
 
 
 def of_other_patterns(config: Config) -> dict[str, str]:
-    """The options of patterns that `config` does not use, and the reason why they would be ignored."""
+    """The options of patterns that `config` does not use, and the reason why
+    they would be ignored."""
     pattern = config.attention.pattern
     # Only patterns have sections within a section.
     keys = (key for key in KINDS if key.count(".") > 1)
@@ -179,8 +181,8 @@ def of_other_patterns(config: Config) -> dict[str, str]:
 
 
 def _leave_out_others(config: Config, words: list[str]) -> None:
-    """Resets what the run's file says of other sources than data.source. What `words` say stays, and is
-    refused where it does nothing."""
+    """Resets what the run's file says of other sources than data.source. What `words` say stays,
+    and is refused where it does nothing."""
     data = config.data
     given = given_keys(words)
     file = words[:2] if words[:1] == ["--config"] else []
@@ -235,7 +237,8 @@ def find_config(source: str) -> str:
 
 
 def _check_checkpoint(folder: str, config: DecoderConfig, adapters: Adapters | None) -> None:
-    """Raises ValueError that names a tensor if the tensors of `folder` are not those of the model."""
+    """Raises ValueError that names a tensor if the tensors of `folder` are
+    not those of the model."""
     metadata = read_metadata(folder).state_dict_metadata
     saved = {name: list(item.size) for name, item in metadata.items() if name.startswith(_NAMES)}
     shapes = adapter_shapes(config, adapters) if adapters else tensor_shapes(config)
@@ -252,8 +255,8 @@ def build_scorer(config: Config, checkpoint: str | None, tokenizer: Tokenizer) -
     """Build config.model with the weights of `checkpoint` (a folder step-N), or if that is None, of
     config.model.initial_hf, in training.dtype, sharded over all ranks.
 
-    Joins the process group if this process has not. Raises ValueError, before any process group, for a
-    tokenizer or weights that do not fit the model.
+    Joins the process group if this process has not. Raises ValueError, before any process group,
+    for a tokenizer or weights that do not fit the model.
     """
     device = choose_device(config.training.device)
     dtype = getattr(torch, config.training.dtype)

@@ -42,8 +42,9 @@ class CapCount:
             self.forwards.append(torch.stack(shares))
 
     def read(self) -> Tensor | None:
-        """Shares of heads that the caps of verticals, of slashes, and of both kept below the recall:
-        float64 [layers, 3], on the CPU. Means over all forwards since the last call and all ranks.
+        """Shares of heads that the caps of verticals, of slashes, and of both kept below the
+        recall: float64 [layers, 3], on the CPU. Means over all forwards since the last call
+        and all ranks.
 
         None for patterns without budgets. Collective; waits for the device.
         """
@@ -55,8 +56,8 @@ class CapCount:
 
 
 def asked_recall(attention: Attention) -> float | None:
-    """The recall that selection has to reach. None for patterns without one, and where the numbers of
-    verticals and slashes are both fixed."""
+    """The recall that selection has to reach. None for patterns without one, and where the numbers
+    of verticals and slashes are both fixed."""
     if attention.pattern != "vertical_slash":
         return None
     budgets = attention.vertical_slash
@@ -115,8 +116,8 @@ class MetricsLog:
         self.start_interval()
 
     def board_from(self, step: int) -> SummaryWriter | None:
-        """TensorBoard, on the first rank. A writer is opened at its first step, so that what an earlier
-        one wrote of that step and later ones is no longer shown: the run has left it."""
+        """TensorBoard, on the first rank. A writer is opened at its first step, so that what an
+        earlier one wrote of that step and later ones is no longer shown: the run has left it."""
         if self.board is None and self.json is not None and self.section.tensorboard:
             folder = os.path.join(self.config.training.output_dir, "tensorboard")
             self.board = SummaryWriter(folder, purge_step=step)
@@ -137,8 +138,8 @@ class MetricsLog:
         return step in (1, self.steps) or step % self.section.log_every == 0
 
     def records(self, step: int) -> tuple[int, int]:
-        """The arguments of observe.recording() for a logged step, with recall and pictures where they
-        are due."""
+        """The arguments of observe.recording() for a logged step, with recall and
+        pictures where they are due."""
 
         def is_due(every: int) -> bool:
             return every > 0 and (step == 1 or step % every == 0)
@@ -213,8 +214,8 @@ class MetricsLog:
     def _speeds(
         self, tokens_per_second: float, visited: float, visible: float
     ) -> dict[str, float | None]:
-        """visited, visible: pairs of tokens that were computed, and that the mask allows, per token,
-        over layers and heads."""
+        """visited, visible: pairs of tokens that were computed, and that the mask allows, per
+        token, over layers and heads."""
         dense = flops_per_token(self.model, visible, self.adapters) * tokens_per_second / 1e12
         speeds = {"mfu": None, "dense_equivalent_tflops": dense}
         if self.peak is None:
@@ -249,11 +250,13 @@ class MetricsLog:
 
 
 _BY_LAYER = ("recall", "blocks_per_query", "verticals")
-"""Fields of a Recording that hold a tensor [Hq] a layer. Their means have these names in the log."""
+"""Fields of a Recording that hold a tensor [Hq] a layer. Their means have
+these names in the log."""
 
 
 def average_over_ranks(recorded: Recording, sequence_tokens: float) -> float:
-    """Make a recording the mean over all ranks' data, in place, and return that of `sequence_tokens`."""
+    """Make a recording the mean over all ranks' data, in place, and return that
+    of `sequence_tokens`."""
     for name in ("visited", "visible", *_BY_LAYER):
         if layers := getattr(recorded, name):
             setattr(recorded, name, list(_mean_over_ranks(torch.stack(layers))))
@@ -304,7 +307,8 @@ def context_parallel_averages(recorded: Recording) -> dict[str, float]:
 
 
 def write_board(board: SummaryWriter, record: dict[str, Any], recorded: Recording) -> None:
-    """Write a line of metrics.jsonl, means of each layer, and pictures where there are thumbnails."""
+    """Write a line of metrics.jsonl, means of each layer, and pictures where
+    there are thumbnails."""
     step = record["step"]
     for field, value in record.items():
         # TensorBoard itself has step and time of each value.

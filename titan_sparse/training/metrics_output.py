@@ -41,8 +41,8 @@ RUN_ID = "wandb_run_id"
 class JsonLines:
     """A file that lines are added to. What a process that was killed left of a line is cut off.
 
-    Raises OSError, naming the file, also for a link, which might have been put there to have its target
-    overwritten.
+    Raises OSError, naming the file, also for a link, which might have been put there to have
+    its target overwritten.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -59,8 +59,8 @@ class JsonLines:
             os.write(self.descriptor, b"\n")
 
     def write(self, record: dict[str, Any]) -> None:
-        """Add a line, in one write. Raises OSError, naming the file, where it does not fit; the file
-        is as it was then."""
+        """Add a line, in one write. Raises OSError, naming the file, where it does not fit; the
+        file is as it was then."""
         line = (json.dumps(record) + "\n").encode()
         size = os.fstat(self.descriptor).st_size
         try:
@@ -77,10 +77,11 @@ class JsonLines:
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
-    """The objects of a file, one a line. A last line that is cut short is left out. Raises ValueError for
-    another line that is not an object."""
+    """The objects of a file, one a line. A last line that is cut short is left out. Raises
+    ValueError for another line that is not an object."""
     objects = [_parsed(line) for line in Path(path).read_bytes().split(b"\n")]
-    # What follows the end of the last line: nothing, or a line whose writer was killed or writes it.
+    # What follows the end of the last line: nothing, or a line whose writer was
+    # killed or writes it.
     if objects[-1] is None:
         objects.pop()
     if None in objects:
@@ -89,8 +90,8 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(run: str | Path) -> dict[int, dict[str, Any]]:
-    """The lines of a run's metrics.jsonl by step. Of a step that is there twice, the run has gone back to
-    a checkpoint: the later line counts, and later steps from before are left out.
+    """The lines of a run's metrics.jsonl by step. Of a step that is there twice, the run has gone
+    back to a checkpoint: the later line counts, and later steps from before are left out.
 
     run: an output_dir or the file. Raises ValueError, one line, if there is no such file or a line
     is not a step's metrics.

@@ -1,9 +1,9 @@
 """Build the decoder of a run: checkpointed, compiled and sharded, with its first weights.
 
 In every mode of activation checkpointing attention's index, output and LSE are kept (SAVED_OPS):
-computing them again would repeat the selection and the whole ring of collectives. Where their memory
-is short, attend(recomputed=...) gives up output and LSE of the first part of each sequence, which are
-the cheapest to compute again.
+computing them again would repeat the selection and the whole ring of collectives. Where their
+memory is short, attend(recomputed=...) gives up output and LSE of the first part of each sequence,
+which are the cheapest to compute again.
 """
 
 import contextlib
@@ -117,11 +117,12 @@ def parallelize(
     compile: Compile,
     offload: bool = False,
 ) -> None:
-    """Checkpoint, compile and shard every block, then shard the rest. In place; parameter names do not
-    change.
+    """Checkpoint, compile and shard every block, then shard the rest. In place; parameter
+    names do not change.
 
-    dtype: of the forward and backward. Gradients are reduced in fp32 (fp64 for fp64) and summed: the
-    loss is already divided by the number of tokens. offload: parameters and gradients on the CPU.
+    dtype: of the forward and backward. Gradients are reduced in fp32 (fp64 for fp64) and
+    summed: the loss is already divided by the number of tokens. offload: parameters and
+    gradients on the CPU.
     """
     policy = CPUOffloadPolicy(pin_memory=fsdp.device_type == "cuda") if offload else OffloadPolicy()
     mixed = MixedPrecisionPolicy(
@@ -151,8 +152,8 @@ def parallelize(
 
 
 def compile_layer(layer: nn.Module, backend: str) -> None:
-    """layer.compile() as one graph, in place, without fusions that make gradients wrong. Only linear
-    attention breaks the graph."""
+    """layer.compile() as one graph, in place, without fusions that make gradients wrong. Only
+    linear attention breaks the graph."""
     # Only where asked for: it loads inductor, which takes a second.
     from titan_sparse.attention.compiling import switch_wrong_fusions_off
 
@@ -162,8 +163,8 @@ def compile_layer(layer: nn.Module, backend: str) -> None:
 
 
 def checkpointed(block: nn.Module, mode: str) -> nn.Module:
-    """The block under `mode`: "none" keeps all activations, "full" attention's results and the block's
-    input, "selective" also every second matmul. Parameter names stay as they are."""
+    """The block under `mode`: "none" keeps all activations, "full" attention's results and the
+    block's input, "selective" also every second matmul. Parameter names stay as they are."""
     if mode == "none":
         return block
     contexts = functools.partial(checkpoint_contexts, keeps_matmuls=mode == "selective")

@@ -1,10 +1,10 @@
 """Offload of what activation checkpointing keeps: to pinned CPU memory in the forward, back in the
 backward.
 
-saved_tensors_hooks show what each block keeps for its backward: its input and attention's out and LSE.
-A second stream copies them while the next block computes. In the backward, a block's tensors come back
-while the block after it computes. Those of the last block stay. (The scheme is that of BurstEngine's
-and ALST's checkpoint offload, arXiv 2506.13996, section 3.3.)
+saved_tensors_hooks show what each block keeps for its backward: its input and attention's out and
+LSE. A second stream copies them while the next block computes. In the backward, a block's tensors
+come back while the block after it computes. Those of the last block stay. (The scheme is that of
+BurstEngine's and ALST's checkpoint offload, arXiv 2506.13996, section 3.3.)
 """
 
 import weakref
@@ -22,8 +22,8 @@ MIN_BYTES = 2**20
 
 
 def pin(buffer: Tensor) -> int:
-    """Pin CPU memory for as long as `buffer` lives, without rounding its size up to a power of two as
-    pin_memory=True does. Returns CUDA's error code; 0: it worked."""
+    """Pin CPU memory for as long as `buffer` lives, without rounding its size up to a power of two
+    as pin_memory=True does. Returns CUDA's error code; 0: it worked."""
     runtime = torch.cuda.cudart()
     address = buffer.data_ptr()
     error = int(runtime.cudaHostRegister(address, buffer.nbytes, 1))  # 1: portable
@@ -55,8 +55,9 @@ class BufferPool:
 
 
 class Copier:
-    """Copies between the device and the CPU beside the stream that computes; on the CPU, at once. One
-    stream keeps their order, so a buffer may be taken again once the last copy from it is queued.
+    """Copies between the device and the CPU beside the stream that computes; on the CPU, at
+    once. One stream keeps their order, so a buffer may be taken again once the last copy from
+    it is queued.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -175,7 +176,8 @@ class _Block:
 
     def _stays(self, tensor: Tensor) -> bool:
         if self.parameter_storages is None:
-            # Asked for inside the block's forward: only there does FSDP show the gathered parameters.
+            # Asked for inside the block's forward: only there does FSDP show the
+            # gathered parameters.
             self.parameter_storages = _storages(self.module.parameters())
         address = tensor.untyped_storage().data_ptr()
         return address in self.shared_storages or address in self.parameter_storages
@@ -213,7 +215,8 @@ class OffloadedBlocks:
 
 
 def _unpack(packed: Tensor | _Saved) -> Tensor:
-    """Unpack hook. It also starts the copies of the previous block, which the backward needs next."""
+    """Unpack hook. It also starts the copies of the previous block, which the
+    backward needs next."""
     if not isinstance(packed, _Saved):
         return packed
     packed.block.fetch()

@@ -1,8 +1,8 @@
-"""The optimizer, with no weight decay on norms and biases, the clipping of gradients, and the learning
-rate of each step.
+"""The optimizer, with no weight decay on norms and biases, the clipping of gradients, and the
+learning rate of each step.
 
-Gradients are clipped and weights updated shard by shard, on plain tensors. For each DTensor torch would
-ask its rules what to do, which takes the host tens of milliseconds a step.
+Gradients are clipped and weights updated shard by shard, on plain tensors. For each DTensor torch
+would ask its rules what to do, which takes the host tens of milliseconds a step.
 """
 
 import math
@@ -64,7 +64,8 @@ def build_optimizer(
 
 
 def _of_shards(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """This kind of optimizer, but its kernels get this rank's shards. Its states remain DTensors."""
+    """This kind of optimizer, but its kernels get this rank's shards. Its
+    states remain DTensors."""
 
     def fill(self: torch.optim.Optimizer, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         """Fill the lists with what step() computes on: parameters, gradients, and states."""
@@ -83,9 +84,9 @@ def shard_of(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """The norm of all gradients over all ranks, a scalar. Gradients are scaled down in place to a norm
-    of `max_norm`, if theirs is larger. Collective if parameters are DTensors; then all are, and all
-    are sharded over the same axes of the mesh."""
+    """The norm of all gradients over all ranks, a scalar. Gradients are scaled down in place to a
+    norm of `max_norm`, if theirs is larger. Collective if parameters are DTensors; then all are,
+    and all are sharded over the same axes of the mesh."""
     gradients = [x.grad for x in parameters if x.grad is not None]
     if not gradients:
         return torch.zeros(())
@@ -107,8 +108,8 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, config: Config, done: int) -> float:
-    """Set the learning rate of the step that comes after `done` steps, and return it. It follows from
-    the configuration alone: checkpoints do not hold it."""
+    """Set the learning rate of the step that comes after `done` steps, and return it. It follows
+    from the configuration alone: checkpoints do not hold it."""
     rate = learning_rate(config.optimizer.lr, config.lr_scheduler, config.training.steps, done)
     for group in optimizer.param_groups:
         group["lr"] = rate

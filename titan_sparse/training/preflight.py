@@ -74,8 +74,8 @@ def read_initial_hf(config: Config, model: nn.Module, model_config: DecoderConfi
 
 
 def alike(config: Config) -> dict[str, str]:
-    """Values that must be equal on all ranks, by readable names: the configuration, a digest of this
-    package's code, and the versions of the packages that it computes with."""
+    """Values that must be equal on all ranks, by readable names: the configuration, a digest of
+    this package's code, and the versions of the packages that it computes with."""
     values = {key: show(attrgetter(key)(config)) for key in KINDS}
     # By ranks of this node: nodes may have different numbers of GPUs.
     values["the resolved parallelism.cp_intra"] = str(resolve_cp_intra(config.parallelism))
@@ -119,7 +119,8 @@ def alike_in_training(
 
 
 def open_data(config: Config, model: DecoderConfig) -> PackedLoader:
-    """The loader of this rank's data. Raises ValueError, naming the key, for what cannot be read."""
+    """The loader of this rank's data. Raises ValueError, naming the key, for
+    what cannot be read."""
     tokenizer = open_tokenizer(config)
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
@@ -151,8 +152,8 @@ def step_size(config: Config, model: DecoderConfig, backend: str, recomputed: fl
 def recomputed_share(
     config: Config, model: DecoderConfig, backend: str, device: torch.device
 ) -> float:
-    """activation_checkpoint.attention_recompute. For auto it is the smallest multiple of a sixteenth
-    whose estimated peak fits on the rank with the least free memory. Collective."""
+    """activation_checkpoint.attention_recompute. For auto it is the smallest multiple of a
+    sixteenth whose estimated peak fits on the rank with the least free memory. Collective."""
     share = config.activation_checkpoint.attention_recompute
     if share != -1:
         return share

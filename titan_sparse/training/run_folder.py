@@ -1,8 +1,9 @@
 """The records of a run in its folder: who began what and where, a log of every rank, traces, and at
 the end a picture.
 
-<output_dir>/starts/<UTC date and time>/ has start.json, the start's config.toml, and rank<N>.log.
-<output_dir>/profile/rank<N>.json is a profiler trace of a few steps, for chrome://tracing or Perfetto.
+<output_dir>/starts/<UTC date and time>/ has start.json, the start's config.toml, and
+rank<N>.log. <output_dir>/profile/rank<N>.json is a profiler trace of a few steps, for
+chrome://tracing or Perfetto.
 """
 
 import contextlib
@@ -39,7 +40,8 @@ _PACKAGES = ("torch", "triton", "flash-attn-4", "torchtitan", "torchao", "numpy"
 
 
 def begin_start(config: Config, device: torch.device) -> Path:
-    """Make this start's folder, write start.json, and log to rank<N>.log from now on. Collective."""
+    """Make this start's folder, write start.json, and log to rank<N>.log
+    from now on. Collective."""
     this_rank = {
         "rank": dist.get_rank(),
         "host": socket.gethostname(),
@@ -51,7 +53,8 @@ def begin_start(config: Config, device: torch.device) -> Path:
     starts = Path(config.training.output_dir, "starts")
 
     def make() -> str:
-        """A folder that no other start has, named after the time. A job may be restarted in a second."""
+        """A folder that no other start has, named after the time. A job may be
+        restarted in a second."""
         now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d_%H-%M-%S")
         folder = free_name(starts / now, first="")
         folder.mkdir(parents=True)
@@ -108,8 +111,8 @@ def version_of(package: str) -> str | None:
 
 
 def git_commit(file: Path) -> dict[str, Any] | None:
-    """The commit of the checkout that holds `file`, and the number of files changed since. None where
-    git does not know the file, or where there is no git."""
+    """The commit of the checkout that holds `file`, and the number of files changed since. None
+    where git does not know the file, or where there is no git."""
 
     def git(*words: str) -> str:
         return subprocess.check_output(

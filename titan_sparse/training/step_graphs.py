@@ -2,8 +2,8 @@
 
 Python queues a step layer by layer: attention, selection, collectives, and the hooks of FSDP. With
 few tokens a GPU this takes longer than the kernels do. A CUDA graph holds all of these kernels, and
-the host starts it with one call. A graph computes on the memory that it was captured with. So whatever
-changes from step to step has to be a tensor, into which the next batch is copied.
+the host starts it with one call. A graph computes on the memory that it was captured with. So
+whatever changes from step to step has to be a tensor, into which the next batch is copied.
 """
 
 import copy
@@ -66,8 +66,8 @@ class Computed(NamedTuple):
 
 
 Compute = Callable[[MicroBatch, tuple[int, int] | None], Computed]
-"""compute(batch, records): the forward and the backward. Gradients are added to those that parameters
-have. records: the arguments of observe.recording(), or None."""
+"""compute(batch, records): the forward and the backward. Gradients are added to those that
+parameters have. records: the arguments of observe.recording(), or None."""
 
 
 def refusal(
@@ -75,8 +75,8 @@ def refusal(
 ) -> str | None:
     """The reason why steps cannot be CUDA graphs, a phrase; None if they can.
 
-    local_world_size: ranks of a node; None: those of this launch. What only a run shows is not known
-    yet: a host that waits for the GPU inside a forward, as some code of transformers does.
+    local_world_size: ranks of a node; None: those of this launch. What only a run shows is not
+    known yet: a host that waits for the GPU inside a forward, as some code of transformers does.
     """
     attention = config.attention
     ranks = config.parallelism.cp
@@ -172,8 +172,8 @@ class StepGraphs:
     """Computes batches, at first queued by the host, then as replays of CUDA graphs.
 
     Batches of other shapes, recorded ones, and those whose gradients are added to earlier ones have
-    graphs of their own. All graphs share one pool of memory, as they run one after the other, and one
-    set of gradients, which is never freed.
+    graphs of their own. All graphs share one pool of memory, as they run one after the other, and
+    one set of gradients, which is never freed.
     """
 
     def __init__(self, model: nn.Module, cp: ContextParallel, setting: str):

@@ -207,7 +207,7 @@ class Trainer:
         report_end(self.config, began_after, self.progress.step, stopped)
 
     def _load(self) -> None:
-        """Resume from the run's newest checkpoint, else read model.initial_hf where that is given."""
+        """Resume from the run's newest checkpoint, else read model.initial_hf, if any."""
         config = self.config
         # A checkpoint does not hold frozen weights.
         if self.adapters:

@@ -37,8 +37,8 @@ _TEMPERATURE = 0.7
 class Validator:
     """Read the sequences of the [validation] section once, and measure with them.
 
-    Create it before any process group. Raises ValueError for a source that cannot be read, or lengths
-    that are too short for a needle.
+    Create it before any process group. Raises ValueError for a source that cannot be read, or
+    lengths that are too short for a needle.
     """
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:

@@ -1,4 +1,5 @@
-"""Which backend computes what, which one refuses, and an installation of flash-attn-4 with missing parts.
+"""Which backend computes what, which one refuses, and an installation of
+flash-attn-4 with missing parts.
 
 The GPU is pretended.
 """
@@ -60,7 +61,8 @@ def _install_flash(folder: Path, patch: pytest.MonkeyPatch, interface: str) -> N
 
 
 def test_auto(patch, tmp_path):
-    """FlashAttention-4 where it is installed, cuDNN for dense attention, our kernels for the rest."""
+    """FlashAttention-4 where it is installed, cuDNN for dense attention, our
+    kernels for the rest."""
     others = [
         ("triton", CASE, {"dynamic": True}),
         ("triton", CASE, {"slices": True}),

@@ -64,7 +64,8 @@ def on_the_cpu() -> Iterator[list[tuple]]:
 
 
 def _check_operands(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
-    """What cuDNN requires. It counts the positions of a causal shape from the first query and key."""
+    """What cuDNN requires. It counts the positions of a causal shape from the
+    first query and key."""
     for x in (q, k, v):
         assert x.ndim == 4 and x.stride(-1) == 1
     assert k.shape == v.shape and q.shape[1] % k.shape[1] == 0
@@ -73,7 +74,8 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Record the calls to cuDNN. Its ops run here, and eager takes the place of the Triton kernels."""
+    """Record the calls to cuDNN. Its ops run here, and eager takes the place
+    of the Triton kernels."""
     with on_the_cpu() as calls:
         monkeypatch.setattr(cudnn, "refusal", lambda *case: None)
         monkeypatch.setattr(cudnn, "forward", eager.forward)
@@ -122,7 +124,8 @@ def test_squares_and_rectangles(calls, shape, q_len, k_len, pieces, heads):
 
 @pytest.mark.parametrize("layout", ["q", "all", "part"])
 def test_layouts(calls, layout):
-    """out and d_out come as [B, H, S, D]. q, k and v have the model's layout or are slices of a larger tensor."""
+    """out and d_out come as [B, H, S, D]. q, k and v have the model's layout or are
+    slices of a larger tensor."""
     qkv, d_out = _problem(16, 16)
     want = _dense(dense_twin, qkv, d_out, CAUSAL)
     q, k, v = qkv

@@ -1,5 +1,5 @@
-"""Attention over the ranks of this process group against one rank: values, gradients, statistics, and
-what was selected.
+"""Attention over the ranks of this process group against one rank: values, gradients, statistics,
+and what was selected.
 """
 
 import itertools
@@ -116,8 +116,8 @@ def check_everything(
 
 
 def check_dense_kernels(cp: ContextParallel, heads: tuple[int, int]) -> int:
-    """Compare dense causal attention by a backend with a kernel for it, without tiles where the layout
-    allows, with one rank. Returns how many pieces that kernel computed in the backward."""
+    """Compare dense causal attention by a backend with a kernel for it, without tiles where the
+    layout allows, with one rank. Returns how many pieces that kernel computed in the backward."""
     p = problem(heads, block=cp.block_size)
     wanted = by_one_rank(p)
     pieces = []

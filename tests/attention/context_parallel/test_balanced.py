@@ -1,5 +1,5 @@
-"""The layout "balanced": its view of a mask, its assignment of blocks, and the savings, on integers;
-and over processes its tables in use, refusals, and costs."""
+"""The layout "balanced": its view of a mask, its assignment of blocks, and the savings, on
+integers; and over processes its tables in use, refusals, and costs."""
 
 from pathlib import Path
 
@@ -155,7 +155,8 @@ def test_slices_are_dealt_in_equal_shares():
 
 
 def test_a_table_is_that_of_the_numbers():
-    """It depends on the mask and not on how the mask is written. Sequences of a batch can share one."""
+    """It depends on the mask and not on how the mask is written. Sequences of a
+    batch can share one."""
     lengths = ragged_lengths(8000, 3)
     alone = Documents(lengths).rows(8192)
     assert torch.equal(

@@ -1,5 +1,5 @@
-"""Attention over 3 and 4 processes against one: every layout, schedule, mask and pattern, forward and
-backward, with learned sinks and recomputed parts."""
+"""Attention over 3 and 4 processes against one: every layout, schedule, mask and pattern, forward
+and backward, with learned sinks and recomputed parts."""
 
 import itertools
 
@@ -123,7 +123,8 @@ def test_masks_of_slices(axes, first):
 
 
 def _check_hidden_chunks() -> None:
-    """Chunks that the mask hides from all other ranks are not sent. A batch has one mask per sequence."""
+    """Chunks that the mask hides from all other ranks are not sent. A batch has
+    one mask per sequence."""
     cp = ContextParallel(mesh_of((2,)), "contiguous", "ring", 8)
     apart = Slices.of([(0, 96, 0, 96, "full"), (96, 192, 96, 192, "inv_causal")])
     both = Slices.batch([apart, mask_and_truth("far future")[0]])

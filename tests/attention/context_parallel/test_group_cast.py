@@ -1,7 +1,7 @@
 """Schedule group_cast.
 
-The plan on integers, played through on all ranks. Attention over processes against one rank, and not
-a byte more than is needed.
+The plan on integers, played through on all ranks. Attention over processes against one rank, and
+not a byte more than is needed.
 """
 
 import pytest
@@ -182,8 +182,8 @@ def _check_blocks(cp: ContextParallel, mask: Mask, pattern: Pattern) -> None:
 
 
 def _check_bytes(cp: ContextParallel, needed: Tensor, case: str) -> None:
-    """Each rank sends only what is needed, counted as test_every_block_reaches_those_who_need_it_once
-    counts it."""
+    """Each rank sends only what is needed, counted as
+    test_every_block_reaches_those_who_need_it_once counts it."""
     wanted = wanted_blocks(needed, cp.block_table(SEQ_LEN), cp.inter, cp.intra)
     # k and v, sequences, heads, tokens and head_dim of float64
     block = 2 * 2 * 2 * BLOCK * 8 * 8

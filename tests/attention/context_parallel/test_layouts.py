@@ -76,7 +76,8 @@ def test_balance_under_a_causal_mask(size):
 
 
 def _simulate(inter: int, intra: int) -> list[list[list[int]]]:
-    """Chunk held at [rank][window][step] when chunks move one inner hop a step and one outer a window."""
+    """Chunk held at [rank][window][step] when chunks move one inner hop a step
+    and one outer a window."""
     # Of each node and local rank.
     at_window = torch.arange(inter * intra).view(inter, intra)
     seen = []

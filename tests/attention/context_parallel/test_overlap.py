@@ -81,8 +81,8 @@ def events_of_attention(
     pattern: Pattern,
     kv_heads: int = 1,
 ) -> tuple[list[str], list[str]]:
-    """The events of a forward and of its backward, on rank 0; every rank needs every chunk. Keys and
-    values circulate."""
+    """The events of a forward and of its backward, on rank 0; every rank needs every chunk. Keys
+    and values circulate."""
     ranks = axes[0] * axes[1]
     with fake_world(ranks):
         is_ring = schedule in ("ring", "double_ring")
@@ -180,7 +180,8 @@ def test_order_by_hand(monkeypatch, schedule, axes, kv_heads, forward, backward)
 
 
 def test_small_heads_are_gathered_together(monkeypatch):
-    """In two groups, so that one is computed on while the other one arrives, and keys with values."""
+    """In two groups, so that one is computed on while the other one arrives,
+    and keys with values."""
     events = events_of_attention(monkeypatch, "all_gather", (1, 3), Dense(), kv_heads=5)
     starts = [sum(event.startswith("start ") for event in of_pass) for of_pass in events]
     # Of two groups; and in the backward their gradients.

@@ -1,4 +1,5 @@
-"""Rings: routes of chunks and of their gradients, walked hop by hop, and what travels with queries."""
+"""Rings: routes of chunks and of their gradients, walked hop by hop, and what
+travels with queries."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Context parallelism under stress: late ranks, interleaved calls, kept buffers, bytes on the wire."""
+"""Context parallelism under stress: late ranks, interleaved calls, kept
+buffers, bytes on the wire."""
 
 import functools
 import gc

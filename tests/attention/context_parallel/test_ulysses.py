@@ -1,4 +1,5 @@
-"""Tokens traded for heads, over 2, 3 and 4 processes against one: values, gradients, and what is sent."""
+"""Tokens traded for heads, over 2, 3 and 4 processes against one: values,
+gradients, and what is sent."""
 
 import functools
 
@@ -39,7 +40,8 @@ def _check_values(axes: tuple[int, ...], heads: tuple[int, int]) -> None:
 
 
 def _check_rectangles(axes: tuple[int, ...]) -> None:
-    """Kernels without tables of tiles compute all of one node at once, and rectangles between nodes."""
+    """Kernels without tables of tiles compute all of one node at once, and
+    rectangles between nodes."""
     mesh = mesh_of(axes)
     for layout in ("contiguous", "zigzag", "striped"):
         cp = ContextParallel(mesh, layout, "ulysses", SEQ_LEN // (2 * mesh.size()))

@@ -1,4 +1,5 @@
-"""Dense attention of packed documents on one rank by FlashAttention-4: here by a twin of its interface."""
+"""Dense attention of packed documents on one rank by FlashAttention-4: here by a
+twin of its interface."""
 
 import sys
 

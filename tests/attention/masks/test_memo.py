@@ -57,7 +57,8 @@ def test_nothing_outlives_its_mask():
 
 
 def test_inference_mode():
-    """Tensors made in inference mode have no version counter. Attention still caches data for their mask."""
+    """Tensors made in inference mode have no version counter. Attention still caches
+    data for their mask."""
     with torch.inference_mode():
         q = torch.randn(1, 2, 64, 16, generator=torch.Generator().manual_seed(0))
         pattern = VerticalSlash(recall=0.6, sinks=1, dense_below=16)

@@ -1,4 +1,5 @@
-"""Masks of slices: what they see, how tiles are classified, and attention over them, against dense masks."""
+"""Masks of slices: what they see, how tiles are classified, and attention over them,
+against dense masks."""
 
 import sys
 
@@ -29,7 +30,8 @@ QKV = torch.zeros(3, 1, 1, 64, 16)
 
 
 def check_tiles(mask: Mask, truth: Tensor, size: int) -> None:
-    """Weights of tiles against bool [B, S, S]: a tile that is covered counts as full, and no other."""
+    """Weights of tiles against bool [B, S, S]: a tile that is covered counts
+    as full, and no other."""
     ranges = mask.rows(truth.shape[-1])
     # Up to whole blocks.
     more = -truth.shape[-1] % size

@@ -1,5 +1,5 @@
-"""Which queries reach which keys, by block, by rank and by key, and visible pairs, in all and in each
-tile, for masks of both kinds against the dense mask."""
+"""Which queries reach which keys, by block, by rank and by key, and visible pairs, in all and in
+each tile, for masks of both kinds against the dense mask."""
 
 import pytest
 import torch

@@ -49,7 +49,8 @@ def test_a_packed_document_selects_as_it_does_alone(pattern):
 @pytest.mark.parametrize("mask", [Documents([[101, 7, 60]]), Causal(valid=(80,))], ids=str)
 @pytest.mark.parametrize("pattern", BOTH, ids=str)
 def test_nothing_waits_for_a_batch(pattern, mask):
-    """Else no step could be a CUDA graph. Tensors of the device "meta" have nothing that could be read."""
+    """Else no step could be a CUDA graph. Tensors of the device "meta" have
+    nothing that could be read."""
     cp = one_rank(BLOCK)
     # Kernels make them.
     no_tiles = Tiles(None, None, None, None, None, None, BLOCK)

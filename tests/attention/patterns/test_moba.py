@@ -1,5 +1,5 @@
-"""MoBA: the selection against plain loops over documents, heads and tokens; and attend() on one rank,
-where queries are gathered by chunk, against dense attention.
+"""MoBA: the selection against plain loops over documents, heads and tokens; and attend() on one
+rank, where queries are gathered by chunk, against dense attention.
 """
 
 import math
@@ -157,7 +157,8 @@ def test_lists_cut_into_parts(monkeypatch):
 
 
 def test_logits_far_below_zero():
-    """Keys behind a chunk's end have logit 0, far above all others, and must not cause infinities."""
+    """Keys behind a chunk's end have logit 0, far above all others, and must
+    not cause infinities."""
     p = GATHERED["ragged, a chunk of no tile"].problem()
     q, k, v = p.inputs
     p = p._replace(inputs=[10 + q, -30 + k, v])
@@ -198,7 +199,8 @@ def test_any_number_of_heads_at_a_time(monkeypatch):
 
 @pytest.mark.parametrize("heads", [(1, 4), (4, 1)], ids=str)
 def test_layers_with_different_heads_share_a_mask(monkeypatch, heads):
-    """What one layer leaves with the mask has its own number of heads, which another would read past."""
+    """What one layer leaves with the mask has its own number of heads, which
+    another would read past."""
     compute = kernels.forward
 
     def forward(q: Tensor, plan: kernels.Plan) -> tuple[Tensor, Tensor]:

@@ -102,7 +102,8 @@ def test_a_recall_needs_no_more_than_it_did(heads, budget):
 
 
 def test_what_lies_behind_the_sinks_is_kept(heads):
-    """By default sinks do not count. The recall is the mean over rows of the share of the remaining mass."""
+    """By default sinks do not count. The recall is the mean over rows of the share
+    of the remaining mass."""
     behind = _attention(heads, sinks=VerticalSlash().sinks)
     points = [_mean_point(heads, behind, VerticalSlash(recall=recall)) for recall in (0.85, 0.9)]
     density = _density(points)

@@ -1,5 +1,5 @@
-"""The model "titan_sparse" of lm_eval: its answers are those of lm_eval's own HFLM on the same weights, on
-one rank and on several, from folders and from a run's checkpoint."""
+"""The model "titan_sparse" of lm_eval: its answers are those of lm_eval's own HFLM on the same
+weights, on one rank and on several, from folders and from a run's checkpoint."""
 
 import json
 import os
@@ -37,7 +37,8 @@ VOCAB = len(SPECIAL) + 256
 
 
 def write_folder(folder: Path, name: str = "llama", adds_bos: bool = True) -> Path:
-    """The model of that name. adds_bos: the tokenizer puts <s> in front of each text, as Llama's."""
+    """The model of that name. adds_bos: the tokenizer puts <s> in front of
+    each text, as Llama's."""
     save_model(folder, name, vocab_size=VOCAB)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(
@@ -144,7 +145,8 @@ def ask(model: TitanSparseLM | HFLM, kind: str, arguments: list[tuple]) -> list:
 
 
 def test_loglikelihoods(pair):
-    """Empty contexts, spaces at the end, special tokens in the text, one letter, and what is too long."""
+    """Empty contexts, spaces at the end, special tokens in the text, one letter,
+    and what is too long."""
     ours, theirs = pair
     requests = [
         ("", " a letter"),

@@ -1,6 +1,7 @@
 """Small models in torchtitan's configuration, for its command line: --module of this file.
 
-plain is an override of the same kind as ours: attention by softmax over a boolean mask, for one rank.
+plain is an override of the same kind as ours: attention by softmax over a
+boolean mask, for one rank.
 """
 
 from collections.abc import Iterator

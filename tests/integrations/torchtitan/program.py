@@ -41,8 +41,8 @@ def use_cpu() -> None:
 def main(words: list[str]) -> int:
     """Prints a line of JSON for each run: its name, its logged steps, and the error that ended it.
 
-    words: a folder for all runs, and their command lines by name, as JSON. A run "name#2" goes on in
-    the folder of "name".
+    words: a folder for all runs, and their command lines by name, as JSON. A run "name#2" goes on
+    in the folder of "name".
     """
     use_cpu()
     import torchtitan.train  # noqa: F401

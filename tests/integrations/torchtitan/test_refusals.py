@@ -1,4 +1,5 @@
-"""What our attention does not compute in torchtitan is refused, in one line that says what to write."""
+"""What our attention does not compute in torchtitan is refused, in one line
+that says what to write."""
 
 import pytest
 import torch

@@ -1,6 +1,7 @@
 """torchtitan's own program with our attention, on gloo ranks, beside softmax over a boolean mask.
 
-Runs begin with the weights of a seed checkpoint, since random weights depend on how they are sharded.
+Runs begin with the weights of a seed checkpoint, since random weights depend on
+how they are sharded.
 """
 
 import json

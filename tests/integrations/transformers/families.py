@@ -1,4 +1,5 @@
-"""Tiny models of transformers' families, with random weights, and what two of them are compared by."""
+"""Tiny models of transformers' families, with random weights, and what two of
+them are compared by."""
 
 from collections.abc import Callable
 from functools import partial
@@ -107,8 +108,8 @@ def positions(*lengths: int) -> Tensor:
 
 
 def logits_and_gradients(model: nn.Module, counted: Tensor | None = None, **inputs) -> list[Tensor]:
-    """The logits [B, S, V], and gradients of their weighted sum in every parameter; of the tokens that
-    are `counted`, bool [B, S]."""
+    """The logits [B, S, V], and gradients of their weighted sum in every parameter; of the tokens
+    that are `counted`, bool [B, S]."""
     logits = model(use_cache=False, **inputs).logits
     return _with_gradients(model, logits, counted)
 

@@ -1,5 +1,5 @@
-"""torch.compile of a model with our attention: equal to eager, and without fusions that make gradients
-wrong."""
+"""torch.compile of a model with our attention: equal to eager, and without fusions that
+make gradients wrong."""
 
 import inspect
 import pickle
@@ -80,7 +80,8 @@ def test_other_models_alone_are_left_as_they_are(graphs: list[bool]) -> None:
 
 
 def test_this_torch_still_needs_the_protection() -> None:
-    """Where this fails, the bounds in attention/compiling.py are wrong, and what they guard can go."""
+    """Where this fails, the bounds in attention/compiling.py are wrong, and
+    what they guard can go."""
     from torch._inductor.codegen.simd import SIMDScheduling
     from torch._inductor.codegen.triton import TritonKernel
 

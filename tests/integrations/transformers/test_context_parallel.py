@@ -105,7 +105,8 @@ def _nothing_leaks(cp: ContextParallel, name: str) -> None:
     weights = torch.randn(1, SEQ_LEN, 64, generator=torch.Generator().manual_seed(1))
 
     def run(changed: slice, is_spread: bool) -> list[Tensor]:
-        """Logits, and the gradient of their weighted sum in hidden states, of the whole sequence."""
+        """Logits, and the gradient of their weighted sum in hidden states,
+        of the whole sequence."""
         own = partial(cp.shard, dim=1) if is_spread else Tensor.contiguous
         x = hidden.clone()
         x[:, changed] += 1

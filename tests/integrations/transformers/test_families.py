@@ -1,5 +1,5 @@
-"""Every family with our attention against transformers' eager attention: logits, every gradient, and the
-tokens that follow cached ones, whatever the cache and however many."""
+"""Every family with our attention against transformers' eager attention: logits, every gradient,
+and the tokens that follow cached ones, whatever the cache and however many."""
 
 import inspect
 from unittest.mock import Mock

@@ -358,8 +358,9 @@ def test_a_later_part_of_a_sequence_is_refused():
 
 
 def _alst(attention, group_size):
-    """What DeepSpeed 0.19.8's UlyssesSPAttentionHF (runtime/sequence_parallel/ulysses_sp.py) does: each
-    rank computes whole sequences of its heads, with no mask and with the positions of all ranks."""
+    """What DeepSpeed 0.19.8's UlyssesSPAttentionHF (runtime/sequence_parallel/ulysses_sp.py)
+    does: each rank computes whole sequences of its heads, with no mask and with the positions
+    of all ranks."""
 
     def gathered(x, dim):
         return torch.cat(torch.distributed.nn.functional.all_gather(x), dim=dim)

@@ -210,7 +210,8 @@ def test_processes_that_accelerate_does_not_see(tmp_path, monkeypatch):
 
 
 def test_a_trainer_alone_is_as_it_was(tmp_path):
-    """On one process the losses equal those of a Trainer with transformers' own attention and loss."""
+    """On one process the losses equal those of a Trainer with transformers'
+    own attention and loss."""
     made = parts(arguments(tmp_path))
     trainer = LongTrainer(**made)
     trainer.train()

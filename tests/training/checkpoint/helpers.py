@@ -19,7 +19,8 @@ TEXTS = {"config.toml": "[training]\nsteps = 9\n"}
 
 
 class CountingLoader:
-    """Stands in for the PackedLoader: all that is saved of it is a place, which changes in place."""
+    """Stands in for the PackedLoader: all that is saved of it is a place,
+    which changes in place."""
 
     def __init__(self) -> None:
         self.places = [0]

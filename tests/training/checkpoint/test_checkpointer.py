@@ -1,4 +1,5 @@
-"""Which checkpoint a run goes on from, and that it goes on bit for bit, or on another world size."""
+"""Which checkpoint a run goes on from, and that it goes on bit for bit, or
+on another world size."""
 
 import logging
 import os
@@ -268,7 +269,8 @@ def _go_on(folder: Path, name: str, overrides: dict) -> None:
     ],
 )
 def test_six_steps_equal_three_and_three(saved, world_size, overrides):
-    """To the bit on as many ranks, past a newer save that was cut short. With optimizer.offload, too."""
+    """To the bit on as many ranks, past a newer save that was cut short. With
+    optimizer.offload, too."""
     name = f"on-{world_size}"
     shutil.copytree(saved / "run", saved / name)
     shutil.copytree(saved / "run/checkpoint/step-3", saved / name / "checkpoint/step-5")

@@ -70,7 +70,8 @@ def test_rotation(tmp_path, keep, left):
 
 
 def _hold(folder: Path, answer: int) -> None:
-    """A run in a forked process, which forks a child of its own. Both live until they are killed."""
+    """A run in a forked process, which forks a child of its own. Both live
+    until they are killed."""
     try:
         lock_run(str(folder))
         child = os.fork()

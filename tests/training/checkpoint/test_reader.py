@@ -56,7 +56,8 @@ def test_metadata_runs_nothing(tmp_path, checkpoint):
 
 
 def test_values_run_nothing(tmp_path, checkpoint, monkeypatch):
-    """Also where the user has asked torch to trust every file. The command stands where the step is."""
+    """Also where the user has asked torch to trust every file. The command
+    stands where the step is."""
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     metadata = read_metadata(checkpoint)
     index = next(i for i in metadata.storage_data if i.fqn == "train_state.step")

@@ -1,5 +1,5 @@
-"""The guard, against torch.optim loops without the skipped steps and against plain statistics. Poisoned
-runs have the numbers of a run that was led around the poison by hand."""
+"""The guard, against torch.optim loops without the skipped steps and against plain statistics.
+Poisoned runs have the numbers of a run that was led around the poison by hand."""
 
 import copy
 import math

@@ -1,4 +1,5 @@
-"""Dead, stuck, or failing ranks are named. Ranks lose a peer or their launcher, or are asked to stop."""
+"""Dead, stuck, or failing ranks are named. Ranks lose a peer or their launcher,
+or are asked to stop."""
 
 import os
 import re
@@ -103,8 +104,8 @@ def test_a_collective_that_times_out_silently_ends_all():
 
 @on_ranks(3)
 def test_a_rank_that_holds_up_cuda_graphs_is_named_and_all_end():
-    """Ranks 0 and 2 wait for their GPUs inside a replay, in code that does not look like waiting. No
-    rank has begun more collectives than another."""
+    """Ranks 0 and 2 wait for their GPUs inside a replay, in code that does not look like waiting.
+    No rank has begun more collectives than another."""
     ended: list[int] = []
 
     def note_end(watch: Watch, why: str) -> None:

@@ -48,8 +48,8 @@ class DenseShape(NamedTuple):
     """The queries are the last ones of the keys' positions, and each sees its own key and earlier
     ones. Otherwise all queries see all keys."""
     offsets: Tensor | None = None
-    """int32 [n + 1], where each document begins in the tokens of all sequences, one after the other,
-    and their number."""
+    """int32 [n + 1], where each document begins in the tokens of all sequences, one after the
+    other, and their number."""
     longest: int = 0  # tokens of the longest document, or more
     window: int | None = None  # keys that a query sees, its own included; None for all
     has_documents: bool = False  # False if a sequence is one document, with or without padding
@@ -75,7 +75,8 @@ def not_served(
     block_sizes: Sequence[int],
     head_dims: Sequence[int],
 ) -> str | None:
-    """The reason why a backend that computes these inputs does not compute the case; None if it does."""
+    """The reason why a backend that computes these inputs does not compute the
+    case; None if it does."""
     for what, value, served, instead in (
         ("device", case.device_type, devices, "eager"),
         ("dtype", case.dtype, dtypes, "eager"),
@@ -158,10 +159,12 @@ class Backend(ABC):
 
     @abstractmethod
     def refusal(self, case: Case) -> str | None:
-        """The reason why no machine serves such inputs by this backend, one sentence; None if some do."""
+        """The reason why no machine serves such inputs by this backend, one
+        sentence; None if some do."""
 
     def missing(self, case: Case) -> str | None:
-        """The reason why the kernels cannot run here on a GPU, a part of a sentence; None if they can."""
+        """The reason why the kernels cannot run here on a GPU, a part of a
+        sentence; None if they can."""
         return None
 
     @abstractmethod
@@ -181,8 +184,8 @@ class Backend(ABC):
     ) -> Gradients:
         """dq with that of `total`, and (dk, dv) of each piece.
 
-        The first piece's dk and dv are in the sum's dtype too, or in q's if kernels round to it. The
-        dk and dv of a second piece, the verticals, are fp32 (fp64 for fp64).
+        The first piece's dk and dv are in the sum's dtype too, or in q's if kernels round to it.
+        The dk and dv of a second piece, the verticals, are fp32 (fp64 for fp64).
         """
 
     def serves_dense(self, q: Tensor, shape: DenseShape) -> bool:

@@ -1,8 +1,8 @@
 """Causal squares and full rectangles by cuDNN, which torch includes; the rest as in triton.py.
 
-Packed documents go by tiles too: cuDNN plans by shape, and planning takes longer than most documents
-do. torch's ops are called directly, because only the backward op itself takes the out and lse of the
-whole attention.
+Packed documents go by tiles too: cuDNN plans by shape, and planning takes longer than most
+documents do. torch's ops are called directly, because only the backward op itself takes the out and
+lse of the whole attention.
 """
 
 import functools

@@ -197,8 +197,8 @@ def _visible(tiles: Tiles, q_block: int, kv_blocks: Tensor, is_listed: Tensor) -
 def _bounds_in_slices(tiles: Tiles, slices: Tensor, q_block: int) -> tuple[Tensor, Tensor]:
     """Bounds of the keys that each query of a block sees in each entry of _listed_kv_blocks().
 
-    Two of int64 [B, Hq, block, K * block]. Every key of a full tile is seen; in a partial one the entry's
-    slice decides.
+    Two of int64 [B, Hq, block, K * block]. Every key of a full tile is seen; in a partial one the
+    entry's slice decides.
     """
     lists = tiles.by_query
     size = tiles.block_size

@@ -1,5 +1,5 @@
-"""Attention by FlashAttention-4: over tiles with a mask in partial ones, and dense without tables of
-tiles, which would cost 10 %."""
+"""Attention by FlashAttention-4: over tiles with a mask in partial ones, and dense without tables
+of tiles, which would cost 10 %."""
 
 import functools
 import importlib.util
@@ -31,7 +31,8 @@ ENOUGH_BLOCKS = 4096
 
 
 class Flex(Triton):
-    """FlashAttention-4 for blocks; verticals and what single queries chose by the Triton kernels."""
+    """FlashAttention-4 for blocks; verticals and what single queries chose
+    by the Triton kernels."""
 
     SERVES_SLICES = False
     SERVES_DENSE = True
@@ -46,9 +47,9 @@ class Flex(Triton):
         return "flex: FlashAttention-4 kernels for blocks, own Triton kernels for verticals"
 
     def forward(self, q: Tensor, pieces: list[Piece], scale: float, total: Sum[Partial]) -> Partial:
-        """Verticals, the second piece, are left to our own kernels. FlashAttention-4 would look up for
-        each single pair of a vertical tile whether it is covered, which takes two to three times as long,
-        and its results would have to be merged.
+        """Verticals, the second piece, are left to our own kernels. FlashAttention-4 would look up
+        for each single pair of a vertical tile whether it is covered, which takes two to three
+        times as long, and its results would have to be merged.
         """
         blocks, *verticals = pieces
         if not verticals:

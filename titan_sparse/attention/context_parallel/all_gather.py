@@ -1,4 +1,5 @@
-"""Attention by the schedule all_gather: every rank receives all keys and values, some heads at a time.
+"""Attention by the schedule all_gather: every rank receives all keys and values,
+some heads at a time.
 
 The next KV heads are gathered while these are computed, in one launch over all ranks' blocks. In
 the backward the gradients of the last heads are summed and scattered meanwhile. A backend that is
@@ -35,8 +36,8 @@ class AllGather(Transport):
         kv_heads = k.shape[1]
         head_bytes = 2 * call.cp.size * k[:, :1].nbytes
         at_once = heads_gathered(kv_heads, head_bytes)
-        # What comes rank by rank is put head by head, which is a copy unless it is one head. With a copy,
-        # keys and values may as well travel together.
+        # What comes rank by rank is put head by head, which is a copy unless it is one head. With a
+        # copy, keys and values may as well travel together.
         self.together = at_once > 1 or len(k) > 1
         self.kv_heads = [slice(i, i + at_once) for i in range(0, kv_heads, at_once)]
         queries_a_head = q.shape[1] // kv_heads
@@ -120,7 +121,8 @@ def _rectangles(call: AttentionCall, q: Tensor) -> list[tuple[Rectangle | None, 
 
 
 def _one_rank_after_the_other(gathered: Tensor) -> Tensor:
-    """[ranks, ..., S_local, D] -> [..., ranks * S_local, D]; no copy for one head of one sequence."""
+    """[ranks, ..., S_local, D] -> [..., ranks * S_local, D]; no copy for one
+    head of one sequence."""
     return gathered.movedim(0, -3).flatten(-3, -2)
 
 

@@ -97,7 +97,8 @@ class Communicator:
         return self._gather(x, x.new_empty(self.size, *x.shape), "collectives").wait()
 
     def all_to_all(self, x: Tensor, axis: str = "collectives") -> Tensor:
-        """Send x[r] to rank r of an axis: [ranks, ...]. Returns what came, by sender: [ranks, ...]."""
+        """Send x[r] to rank r of an axis: [ranks, ...]. Returns what came, by
+        sender: [ranks, ...]."""
         once_each = [1] * len(x)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         return self.start_exchange(x.contiguous(), once_each, once_each, axis, out).wait()
@@ -201,8 +202,8 @@ class Communicator:
 
     @contextmanager
     def memory_apart(self) -> Iterator[None]:
-        """Inside, slots have other memory. A CUDA graph that is captured there goes on using it, and what
-        is kept for the slots outside may grow, or be freed, without the graph."""
+        """Inside, slots have other memory. A CUDA graph that is captured there goes on using it,
+        and what is kept for the slots outside may grow, or be freed, without the graph."""
         before, self.memory = self.memory, {}
         try:
             yield

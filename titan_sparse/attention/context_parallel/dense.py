@@ -59,10 +59,10 @@ def rectangle_of(call: AttentionCall, q: Tensor, source: int) -> Rectangle | Non
 def packing_of(call: AttentionCall, q: Tensor, k: Tensor) -> Rectangle | None:
     """All keys of a dense call that is causal inside documents, with or without a window.
 
-    Documents of all sequences come one sequence after the other, and a run of padding counts as one.
-    None for any other call, or if no kernel serves it without tables of blocks. Tables would cost a
-    kernel that knows documents 10 % and more, and every layer would have to make them. For a mask
-    without offsets, such as one that follows from position_ids, the host waits once a batch.
+    Documents of all sequences come one sequence after the other, and a run of padding counts as
+    one. None for any other call, or if no kernel serves it without tables of blocks. Tables would
+    cost a kernel that knows documents 10 % and more, and every layer would have to make them. For a
+    mask without offsets, such as one that follows from position_ids, the host waits once a batch.
     """
     if call.pattern.dynamic or call.mask.slices is not None:
         return None
@@ -85,8 +85,8 @@ def packing_of(call: AttentionCall, q: Tensor, k: Tensor) -> Rectangle | None:
 
 
 def known_packing(ranges: MaskRanges, batch: int) -> Rectangle:
-    """The rectangle of a mask with offsets for `batch` sequences. Nothing in it depends on numbers that
-    only the device knows, so that a CUDA graph can be replayed with other documents."""
+    """The rectangle of a mask with offsets for `batch` sequences. Nothing in it depends on numbers
+    that only the device knows, so that a CUDA graph can be replayed with other documents."""
     seq_len = ranges.start.shape[1]
     shape = DenseShape(
         causal=True,

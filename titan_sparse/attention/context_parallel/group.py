@@ -35,8 +35,8 @@ class ContextParallel(Communicator):
 
     inter, intra: nodes, and ranks of a node. schedule: its name; moves: what it sends (Moves).
     rings: ranks of the outer ring and of the inner one. key: names this object in custom ops.
-    by_heads: with the schedule ulysses between several ranks, what attends to this rank's heads; else
-    None.
+    by_heads: with the schedule ulysses between several ranks, what attends to this
+    rank's heads; else None.
     What it has sent is counted in `sent` (comm.py).
     """
 
@@ -181,7 +181,8 @@ class ContextParallel(Communicator):
             )
 
     def __copy__(self) -> "ContextParallel":
-        """Itself: it stands for processes, and copies of a module share them (an EMA of its weights)."""
+        """Itself: it stands for processes, and copies of a module share them (an
+        EMA of its weights)."""
         return self
 
     def __deepcopy__(self, memo: dict) -> "ContextParallel":
@@ -244,15 +245,16 @@ class ContextParallel(Communicator):
         return self.table(ranges)[self.rank if rank is None else rank]
 
     def local_lookup(self, ranges: MaskRanges) -> Tensor:
-        """int64 [length + 1]: where this rank holds each token, -1 if it does not, and for no token."""
+        """int64 [length + 1]: where this rank holds each token, -1 if it does
+        not, and for no token."""
         positions = token_positions(self.blocks(ranges), self.block_size)
         lookup = positions.new_full((ranges.start.shape[1] + 1,), -1)
         lookup[positions] = torch.arange(len(positions), device=lookup.device)
         return lookup
 
     def order_in_node(self, length: int, table: Tensor | None, device: torch.device) -> Tensor:
-        """int64 [intra * n], on the device: where the node's blocks are, in global order, among those of
-        its ranks one after the other.
+        """int64 [intra * n], on the device: where the node's blocks are, in global order, among
+        those of its ranks one after the other.
 
         length: tokens of a rank. table: as in shard().
         """
@@ -267,7 +269,8 @@ class ContextParallel(Communicator):
         return order
 
     def of_all_heads(self, x: Tensor, dim: int) -> Tensor:
-        """x of the heads that this rank computes -> of all heads, along `dim`; x itself but on `by_heads`.
+        """x of the heads that this rank computes -> of all heads, along `dim`; x
+        itself but on `by_heads`.
 
         x is the same on all nodes. Collective over `whole`.
         """
@@ -283,7 +286,8 @@ class ContextParallel(Communicator):
         return layouts.take_blocks(x, dim, table[self.rank], self.block_size)
 
     def _table_of(self, tokens: int, table: Tensor | None) -> Tensor:
-        """The blocks of every rank of a sequence of so many tokens: `table`, as shard() takes it."""
+        """The blocks of every rank of a sequence of so many tokens: `table`,
+        as shard() takes it."""
         if table is None:
             # Without a mask, the layout does not depend on one.
             return self.block_table(tokens)

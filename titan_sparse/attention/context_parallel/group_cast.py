@@ -28,12 +28,12 @@ from titan_sparse.attention.masks.ranges import once_per_mask
 
 
 class GroupCast(Transport):
-    """blocks: of the keys of each step, global numbers int64 [n]: the first `first` own blocks, those of
-    each stage, and the other own blocks.
+    """blocks: of the keys of each step, global numbers int64 [n]: the first `first` own blocks,
+    those of each stage, and the other own blocks.
 
-    In a backward, sums: gradients [blocks, 2, B, Hkv, size, D] of this rank's own blocks, and behind
-    them of those that it hands on. rest: of own blocks that are computed at the end. crossing: what
-    comes from other nodes.
+    In a backward, sums: gradients [blocks, 2, B, Hkv, size, D] of this rank's own blocks, and
+    behind them of those that it hands on. rest: of own blocks that are computed at the end.
+    crossing: what comes from other nodes.
     """
 
     def __init__(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, backward: bool):
@@ -90,7 +90,8 @@ class GroupCast(Transport):
         return _in_order(own_sums, dtype)
 
     def _arriving(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """k and v [B, Hkv, n, D] of the first own blocks, of each stage, and of the other own blocks.
+        """k and v [B, Hkv, n, D] of the first own blocks, of each stage, and of
+        the other own blocks.
 
         The next stage is transferred while the caller computes on one. The exchanges between nodes
         start at once for all stages. Those inside a node wait, beside compute, for what they hand

@@ -14,7 +14,8 @@ from torch import Tensor
 from titan_sparse.attention.context_parallel.ring_routing import Traffic
 
 LINK = 12
-"""Bandwidth of a GPU's memory over that of a link inside a node: 3.5 and 0.28 TB/s (H200, NVLink)."""
+"""Bandwidth of a GPU's memory over that of a link inside a node: 3.5 and 0.28
+TB/s (H200, NVLink)."""
 
 
 class Exchange(NamedTuple):

@@ -2,8 +2,8 @@
 
 A layout is a table block_ids[cp, n]: local block i of rank r is global block block_ids[r, i]. Every
 layout is a permutation of whole blocks. Tokens, labels, positions and document ids are sharded by
-it once, at the loader. The layouts in LAYOUTS follow from the sequence length alone. balanced() makes
-a table for a mask. There are no process groups here.
+it once, at the loader. The layouts in LAYOUTS follow from the sequence length alone. balanced()
+makes a table for a mask. There are no process groups here.
 """
 
 from typing import NamedTuple
@@ -162,8 +162,8 @@ class Chunks(NamedTuple):
 class _MaskTiles(NamedTuple):
     """The tiles of a mask. work: int64 [blocks], time of each block of queries, over all sequences.
 
-    touched: int64 [n] each, the runs of tiles that the mask touches: sequence, line, first, and last,
-    which with lines_are_keys are those of masks/visibility.py.
+    touched: int64 [n] each, the runs of tiles that the mask touches: sequence, line, first, and
+    last, which with lines_are_keys are those of masks/visibility.py.
     """
 
     work: NDArray[np.int64]
@@ -183,9 +183,9 @@ def balanced(
        takes the chunk. So most of a short document stays on one rank. What counts as "almost" shrinks
        with the work that is left, which can still even out what this makes uneven.
 
-    MagiAttention deals out chunks by their areas alone (its blog, "dispatch"). All numbers are integers
-    and follow from the mask, so every rank computes the same table without communication. If the mask
-    differs between several sequences, their work is summed up block by block.
+    MagiAttention deals out chunks by their areas alone (its blog, "dispatch"). All numbers are
+    integers and follow from the mask, so every rank computes the same table without communication.
+    If the mask differs between several sequences, their work is summed up block by block.
     Raises ValueError if the sequence does not divide.
     """
     chunks = cut_into_chunks(ranges, ranks, block_size, costs)

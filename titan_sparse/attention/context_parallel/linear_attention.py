@@ -100,8 +100,8 @@ class _PreviousTokens(torch.autograd.Function):
 def entering_state(leaving: Tensor, enters: Tensor, comm: Communicator) -> Tensor:
     """The state that enters this rank, [B, H, K, V]; 0 where none does.
 
-    leaving: [B, H, K, V + K], B and A of this rank's last tokens. enters: bool [ranks, B], whether a
-    state enters a rank. Collective, forward and backward.
+    leaving: [B, H, K, V + K], B and A of this rank's last tokens. enters: bool [ranks, B], whether
+    a state enters a rank. Collective, forward and backward.
     """
     return _EnteringState.apply(leaving, enters, comm)
 

@@ -147,7 +147,8 @@ class Group:
         return min(max(self.steps - 1, 1), blocks)
 
     def pieces(self, step: "Step", by_key: bool, vertical_kv: Tensor, share: int) -> list[Piece]:
-        """The keys of a step by tiles, with a share of the verticals if there is one of this number."""
+        """The keys of a step by tiles, with a share of the verticals if there
+        is one of this number."""
         pieces = [Piece(step.k, step.v, step.tiles(by_key))]
         shares = self.vertical_shares(vertical_kv)
         if not 0 <= share < shares:

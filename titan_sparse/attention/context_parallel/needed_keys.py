@@ -1,6 +1,7 @@
 """The chunks and blocks that each rank needs.
 
-All ranks compute the same answer without communication, from the mask and, where it helps, the index.
+All ranks compute the same answer without communication, from the mask and, where
+it helps, the index.
 """
 
 import torch
@@ -42,7 +43,8 @@ def needed_chunks(call: AttentionCall) -> Tensor:
 
 
 def goes_by_index(index: BlockIndex, layout: str) -> bool:
-    """True if a chunk that the mask lets a rank see is needed only where some head computes a tile."""
+    """True if a chunk that the mask lets a rank see is needed only where some
+    head computes a tile."""
     return layout in _LAYOUTS_BY_INDEX and index.shortens_rings
 
 

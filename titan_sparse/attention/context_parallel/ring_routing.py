@@ -4,8 +4,8 @@ A rank does not pass on a chunk that no later rank needs, and a gradient travels
 exists. All ranks know the index and compute the same hops, so they need no messages about what to
 expect.
 
-Ranks are numbered [inter][intra]. A plain ring is inter = 1. In window o a chunk is o nodes from home. At
-step t of a window it is t inner hops further.
+Ranks are numbered [inter][intra]. A plain ring is inter = 1. In window o a chunk is o nodes from
+home. At step t of a window it is t inner hops further.
 """
 
 import functools
@@ -68,8 +68,8 @@ def route_of(inter: int, intra: int, rank: int, needed: Tensor) -> Route:
 
 @functools.lru_cache(maxsize=64)
 def _route(inter: int, intra: int, rank: int, needed_bytes: bytes) -> Route:
-    """Cached: the route is the same for all layers, and computing it takes a hundred small operations
-    of the host."""
+    """Cached: the route is the same for all layers, and computing it takes a hundred small
+    operations of the host."""
     # [inter, intra]
     sources = torch.tensor(ring_windows(inter, intra, rank), device="cpu")
     ranks = inter * intra
@@ -91,7 +91,8 @@ def _route(inter: int, intra: int, rank: int, needed_bytes: bytes) -> Route:
 def visited_ranks(inter: int, intra: int) -> Tensor:
     """int64 [W, inter, intra]: the rank where the chunk of rank s is in window o at step t.
 
-    This is the inverse of the schedules: a plain ring of 3 ranks is [[[0, 1, 2]], [[1, 2, 0]], ...].
+    This is the inverse of the schedules: a plain ring of 3 ranks is [[[0, 1,
+    2]], [[1, 2, 0]], ...].
     """
     # [W, 1, 1], [inter, 1] and [intra]
     source = torch.arange(inter * intra, device="cpu")[:, None, None]

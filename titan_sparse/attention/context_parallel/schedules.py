@@ -59,8 +59,8 @@ def ring_windows(inter: int, intra: int, rank: int) -> list[list[int]]:
     """`inter` windows of `intra` steps, each the rank whose keys and values are computed on.
 
     Inside a window, chunks make one inner hop a step, and from one window to the next one outer hop
-    (MTraining, section 4.2). A plain ring is one window: `ring_windows(1, 4, 1)` is `[[1, 0, 3, 2]]`,
-    and `ring_windows(2, 2, 0)` is `[[0, 1], [2, 3]]`.
+    (MTraining, section 4.2). A plain ring is one window: `ring_windows(1, 4, 1)` is `[[1, 0, 3,
+    2]]`, and `ring_windows(2, 2, 0)` is `[[0, 1], [2, 3]]`.
     """
     node, local_rank = divmod(rank, intra)
     windows = []
@@ -110,10 +110,10 @@ def circulates_queries(
 ) -> bool:
     """True if queries travel in the backward of a ring, instead of keys and values.
 
-    setting: what the user says, "q" or "kv", or "auto" for whichever sends fewer bytes a token: keys
-    and values with their gradients, or queries, d_out, dq, and two sums a row, lse and d_out times
-    out (BurstEngine, section 3.2). width, gradient_width: bytes of an element of the inputs, and of
-    gradients between ranks.
+    setting: what the user says, "q" or "kv", or "auto" for whichever sends fewer bytes a token:
+    keys and values with their gradients, or queries, d_out, dq, and two sums a row, lse and d_out
+    times out (BurstEngine, section 3.2). width, gradient_width: bytes of an element of the inputs,
+    and of gradients between ranks.
     """
     if setting != "auto":
         return setting == "q"
@@ -127,8 +127,8 @@ def kv_copies(heads: int, kv_heads: int, ranks: int) -> int:
     """The number of ranks that each KV head is sent to when `ranks` share the query heads equally.
 
     Raises ValueError if they cannot. Every rank gets a KV head for each run of its query heads that
-    share one: with 12 query heads, 4 KV heads and 6 ranks of two heads, a KV head has 3 queries, and
-    is sent to 3 ranks, once for each.
+    share one: with 12 query heads, 4 KV heads and 6 ranks of two heads, a KV head has 3 queries,
+    and is sent to 3 ranks, once for each.
     """
     if heads % ranks:
         divisors = [count for count in range(1, ranks) if math.gcd(heads, ranks) % count == 0]
@@ -149,12 +149,13 @@ def head_groups(kv_heads: int, windows: int) -> int:
 
 
 _GATHERED_BYTES = 32 << 20
-"""Keys and values that all_gather brings in one group of heads, at least. Fewer arrive sooner than the
-host queues what is to be computed on them."""
+"""Keys and values that all_gather brings in one group of heads, at least. Fewer arrive sooner than
+the host queues what is to be computed on them."""
 
 
 def heads_gathered(kv_heads: int, head_bytes: int) -> int:
-    """The number of KV heads that all_gather gathers together; the last group of heads may have fewer.
+    """The number of KV heads that all_gather gathers together; the last group of
+    heads may have fewer.
 
     head_bytes: keys and values of one head, of all ranks.
 

@@ -1,12 +1,13 @@
-"""Attention by the schedule ulysses: the ranks of a node trade tokens for heads (DeepSpeed-Ulysses).
+"""Attention by the schedule ulysses: the ranks of a node trade tokens for heads
+(DeepSpeed-Ulysses).
 
-Before attention every rank has all heads of its own tokens. One all-to-all of q, k and v gives it all
-tokens of its node, in global order, of some heads. These it attends to as one rank does, selection
-included, or as one rank of a ring between nodes (USP). A second all-to-all brings `out` back. The
-backward trades the gradients in the same way.
+Before attention every rank has all heads of its own tokens. One all-to-all of q, k and v gives it
+all tokens of its node, in global order, of some heads. These it attends to as one rank does,
+selection included, or as one rank of a ring between nodes (USP). A second all-to-all brings `out`
+back. The backward trades the gradients in the same way.
 
-KV heads are sent once for each run of a rank's query heads that share one, so that there may be fewer
-of them than ranks (schedules.kv_copies).
+KV heads are sent once for each run of a rank's query heads that share one, so that there may be
+fewer of them than ranks (schedules.kv_copies).
 
 The trades are ops of their own, before and after those of ops.py. Activation checkpointing keeps
 none of their results, and repeats the trades: what they give is as large as q, k, v and out.
@@ -25,7 +26,8 @@ from titan_sparse.kernels.dtypes import accumulation_dtype
 
 
 def check(cp: ContextParallel, q: Tensor, k: Tensor, recomputed: float) -> None:
-    """Raises ValueError for heads that the ranks cannot share, and for what nodes cannot recompute."""
+    """Raises ValueError for heads that the ranks cannot share, and for what
+    nodes cannot recompute."""
     copies_of(cp, q, k)
     if cp.inter > 1 and 0 < recomputed < 1:
         raise ValueError(
@@ -62,7 +64,8 @@ def trade_tokens(
 
 
 def trade_heads(out: Tensor, table: Tensor | None, cp: ContextParallel) -> Tensor:
-    """[B, H / ranks, ranks * S_local, D] of this rank's heads -> [B, H, S_local, D] of its tokens."""
+    """[B, H / ranks, ranks * S_local, D] of this rank's heads -> [B, H,
+    S_local, D] of its tokens."""
     [of_tokens] = _trade([out], 1, False, table, cp.key)
     return of_tokens
 

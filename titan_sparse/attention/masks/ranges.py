@@ -1,8 +1,8 @@
 """Masks: rules for which query sees which key. They resolve to ranges or to slices (slices.py).
 
 In a mask of ranges, query i sees one contiguous range of keys, start[i] <= j < stop[i]. Two vectors
-of length S are the whole mask. No S x S tensor exists anywhere. Both vectors are nondecreasing in i,
-which the counting of visible pairs and the block classification rely on. Positions are global: a
+of length S are the whole mask. No S x S tensor exists anywhere. Both vectors are nondecreasing in
+i, which the counting of visible pairs and the block classification rely on. Positions are global: a
 layout permutes tokens, never what they see.
 """
 
@@ -27,7 +27,8 @@ from titan_sparse.attention.masks.slice_geometry import (
 
 class MaskRanges(NamedTuple):
     """A mask resolved for one sequence length. All int32, global positions. Bm is 1 or the batch
-    size. On a CPU, attend() refuses ranges that break the rules of `start`, `stop`, `causal`, and `plain`.
+    size. On a CPU, attend() refuses ranges that break the rules of `start`, `stop`, `causal`,
+    and `plain`.
 
     start, stop: [Bm, S], both nondecreasing. Query i sees keys start[i] <= j < stop[i], none where
     they are equal.
@@ -37,20 +38,20 @@ class MaskRanges(NamedTuple):
     plain: every query is known to see all keys up to its own. Some kernels compute that faster.
     Packed documents are never marked plain: torch.compile would compile anew for a sequence that
     happens to hold a single document.
-    slices: int32 [Bm, N, 6], what is seen, as in slice_geometry.py, for masks that one range a query
-    cannot express. None elsewhere. With slices, start and stop are only bounds: 0 and S for a query
-    that sees anything, S and S for others.
+    slices: int32 [Bm, N, 6], what is seen, as in slice_geometry.py, for masks that one range a
+    query cannot express. None elsewhere. With slices, start and stop are only bounds: 0 and S for a
+    query that sees anything, S and S for others.
     table: int64 [ranks, n], the blocks of every rank in the layout "balanced".
     ContextParallel.balance() adds it. q, k and v are sharded by it, so all masks of a batch carry
     the table of one of them.
     offsets: int32 [n + 1], for masks that are causal inside of documents and nothing else, but for
-    padding and a window. Where each document begins in the tokens of all Bm sequences, one after the
-    other; padding counts as a document. Empty ones at the end make the size the same for most
+    padding and a window. Where each document begins in the tokens of all Bm sequences, one after
+    the other; padding counts as a document. Empty ones at the end make the size the same for most
     batches. Kernels that know documents take it.
     window: of a mask with offsets, the most keys that a query sees, its own included; 0 for all.
-    probe_seed: int64 scalar from which patterns draw the query rows that they probe, the same on all
-    ranks. A trainer gives each step another one. None: the rows of seed 0. It is a tensor, so that a
-    CUDA graph draws new rows in each replay.
+    probe_seed: int64 scalar from which patterns draw the query rows that they probe, the same on
+    all ranks. A trainer gives each step another one. None: the rows of seed 0. It is a tensor, so
+    that a CUDA graph draws new rows in each replay.
     """
 
     start: Tensor
@@ -90,8 +91,9 @@ class Mask:
     """Base of all masks. Subclasses implement rows(). `a & b` sees what both see."""
 
     is_constant: ClassVar[bool] = False
-    """True if rows() always gives the same for equal masks, so that it may be remembered. A subclass has
-    to say so itself: it may have more that decides over rows() than the class that it extends compares."""
+    """True if rows() always gives the same for equal masks, so that it may be remembered. A
+    subclass has to say so itself: it may have more that decides over rows() than the class that it
+    extends compares."""
 
     def __init_subclass__(cls) -> None:
         if "is_constant" not in vars(cls):
@@ -129,8 +131,8 @@ class Causal(Mask):
     """Query i sees keys 0..i.
 
     valid: one number per sequence. Tokens from there on are padding, which no query sees and which
-    sees nothing. Raises ValueError unless all are whole numbers and, in rows(), for one that does not
-    fit the sequence.
+    sees nothing. Raises ValueError unless all are whole numbers and, in rows(), for one that does
+    not fit the sequence.
     """
 
     valid: tuple[int, ...] | None = None
@@ -247,7 +249,8 @@ class Documents(Mask):
 
 
 def _offsets(lengths: Sequence[Sequence[int]], seq_len: int) -> Tensor:
-    """MaskRanges.offsets on the CPU. lengths: of the documents of each sequence; the rest is padding."""
+    """MaskRanges.offsets on the CPU. lengths: of the documents of each sequence;
+    the rest is padding."""
     begins = []
     for number, documents in enumerate(lengths):
         of_sequence = itertools.accumulate(documents, initial=number * seq_len)
@@ -269,7 +272,8 @@ def _document_starts(lengths: Sequence[int], seq_len: int) -> Tensor:
     # [documents]
     sizes = torch.tensor(lengths, dtype=torch.int32, device="cpu")
     begins = sizes.cumsum(0, dtype=torch.int32) - sizes
-    # [total] -> [S]. Its length is given, because torch.compile cannot trace one that follows from data.
+    # [total] -> [S]. Its length is given, because torch.compile cannot trace one
+    # that follows from data.
     starts = torch.repeat_interleave(begins, sizes, output_size=total)
     return torch.nn.functional.pad(starts, (0, seq_len - total), value=-1)
 
@@ -389,8 +393,8 @@ def ranges_of_slices(
 
 
 def as_lists(value: Any) -> Any:
-    """A tensor or an array as lists of numbers, as one of a single number would pass for a number; other
-    values as they are."""
+    """A tensor or an array as lists of numbers, as one of a single number would pass for a number;
+    other values as they are."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -423,8 +427,8 @@ def rows_once(mask: Mask, seq_len: int, like: Tensor) -> MaskRanges:
     """mask.rows(seq_len) on the device of `like`, remembered for the last few masks.
 
     Without it every layer would resolve its mask anew, and nothing would be remembered for it by
-    once_per_mask(). Nothing is remembered of what is only traced: by torch.compile, on fake tensors,
-    or by a CUDA graph.
+    once_per_mask(). Nothing is remembered of what is only traced: by torch.compile, on fake
+    tensors, or by a CUDA graph.
     """
     is_traced = torch.compiler.is_compiling() or type(like) not in (Tensor, torch.nn.Parameter)
     if is_traced or not mask.is_constant:
@@ -458,8 +462,8 @@ _entries: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def once_per_mask(ranges: MaskRanges, key: Hashable, compute: Callable[[], T]) -> T:
     """compute(), remembered under `key` while this mask's `start` lives and the mask is unchanged.
 
-    `key` must name everything except `ranges` that the result depends on. Nothing is remembered of what
-    torch.compile traces.
+    `key` must name everything except `ranges` that the result depends on. Nothing is remembered of
+    what torch.compile traces.
     """
     if torch.compiler.is_compiling():
         return compute()

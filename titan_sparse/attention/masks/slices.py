@@ -3,8 +3,8 @@
 A slice is a range of queries, a range of keys, and a range of the diagonal k - q that is seen
 inside them (slice_geometry.py). No pair of tokens may be in two slices.
 
-The functions make masks of packed sequences. Each takes the lengths of the packed items in order, in
-tokens. The rest of the sequence is padding. For a batch, make one mask for each sequence:
+The functions make masks of packed sequences. Each takes the lengths of the packed items in order,
+in tokens. The rest of the sequence is padding. For a batch, make one mask for each sequence:
 Slices.batch([prefix_lm(...), prefix_lm(...)]).
 """
 

@@ -3,8 +3,8 @@
 A tile is a pair of a query block and a KV block. Of a mask with slices, integers say which tiles it
 sees whole, in part or not at all. Cut each slice to one block of rows, a *band*. A band touches one
 run of blocks of the other side. Except for at most four blocks, where the slice's edges go through,
-it holds equally many pairs of each. So tiles are counted run by run, and 1M tokens take well under a
-second. A tile that several slices fill together is whole too.
+it holds equally many pairs of each. So tiles are counted run by run, and 1M tokens take well under
+a second. A tile that several slices fill together is whole too.
 """
 
 from typing import NamedTuple
@@ -23,8 +23,8 @@ _TILES_AT_ONCE = 1 << 16
 
 
 class Reach(NamedTuple):
-    """Key positions that the queries of each block see, int32 [Bm, nq] each. Where there are no such
-    keys, the range is empty."""
+    """Key positions that the queries of each block see, int32 [Bm, nq] each. Where there are no
+    such keys, the range is empty."""
 
     first: Tensor  # seen by any query of the block
     last: Tensor  # the end of what any query sees, not included
@@ -190,8 +190,8 @@ def tile_weights(ranges: MaskRanges, q_blocks: Tensor, k_blocks: Tensor, size: i
 
 
 def _sum_of_smaller(ends: Tensor, limits: Tensor) -> Tensor:
-    """Sums of min(end, limit) over the last dim of `ends`, int32 [Bm, nq, size] and nondecreasing there,
-    for each limit int32 [nk]: int32 [Bm, nq, nk]."""
+    """Sums of min(end, limit) over the last dim of `ends`, int32 [Bm, nq, size] and nondecreasing
+    there, for each limit int32 [nk]: int32 [Bm, nq, nk]."""
     ends = ends.contiguous()
     # [Bm, nq, size + 1]: sums of the first ends.
     sums = torch.nn.functional.pad(ends.cumsum(-1, dtype=torch.int32), (1, 0))
@@ -237,8 +237,8 @@ class SliceTiles(NamedTuple):
 
 
 class TilesBetween(NamedTuple):
-    """Tiles between some query blocks and some KV blocks: those seen whole, bool [Bm, nq, nk], and the
-    others, int64 [cuts], once for each slice that sees a part of them."""
+    """Tiles between some query blocks and some KV blocks: those seen whole, bool [Bm, nq, nk], and
+    the others, int64 [cuts], once for each slice that sees a part of them."""
 
     whole: Tensor
     sequence: Tensor
@@ -259,8 +259,8 @@ def _tiles(slices: Tensor, size: int) -> SliceTiles:
     """slices: int64 [Bm, N, 6], tightened."""
     q_start, q_stop, k_start, k_stop, low, high = slices.unbind(-1)
     swapped = torch.stack([k_start, k_stop, q_start, q_stop, -high, -low], dim=-1)
-    # The fewer lines there are, the less there is to do: with 1,000 keys that all of 1M queries see,
-    # a slice for each, this takes 2 ms instead of 20 s.
+    # The fewer lines there are, the less there is to do: with 1,000 keys that all of 1M queries
+    # see, a slice for each, this takes 2 ms instead of 20 s.
     lines_are_keys = bool(_lines(swapped, size)[1].sum() < _lines(slices, size)[1].sum())
     if lines_are_keys:
         slices = swapped

@@ -60,12 +60,13 @@ class BlockIndex:
     by_head: ClassVar[tuple[str, ...]] = ("verticals",)
     """Attributes that have the query heads as dim 1."""
     capped = None
-    """bool [B, Hq, 2]: whether the cap on verticals, and the cap on slashes, kept a budget below the
-    recall; None for patterns without budgets."""
+    """bool [B, Hq, 2]: whether the cap on verticals, and the cap on slashes, kept a budget below
+    the recall; None for patterns without budgets."""
     selects_all: ClassVar[bool] = False
     """True if it selects every pair of blocks, so that the mask alone says what is computed."""
     has_table_kernels: ClassVar[bool] = False
-    """True if kernels make its tables of tiles on a GPU, with no wait of the host (tiles.slash_*)."""
+    """True if kernels make its tables of tiles on a GPU, with no wait of the
+    host (tiles.slash_*)."""
     shortens_rings: ClassVar[bool] = False
     """True if it may leave out all of a rank's keys, so that a ring looks before it sends them."""
     seq_len: int
@@ -91,8 +92,8 @@ class BlockIndex:
         raise NotImplementedError
 
     def heads_selecting(self, q_blocks: Tensor, k_blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """The number of heads that compute each pair of global blocks (int [nq], int [nk]) for some queries,
-        and for all of them: int32 [B or 1, nq, nk] each."""
+        """The number of heads that compute each pair of global blocks (int [nq], int [nk]) for some
+        queries, and for all of them: int32 [B or 1, nq, nk] each."""
         some = self.selects(q_blocks, k_blocks)
         every = some & self.selects_for_all(q_blocks, k_blocks)
         # A pattern that treats all heads alike answers for one of them.
@@ -100,18 +101,18 @@ class BlockIndex:
         return some.sum(1, dtype=torch.int32) * alike, every.sum(1, dtype=torch.int32) * alike
 
     def heads_selecting_whole(self, q_blocks: Tensor, k_blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """heads_selecting() of blocks in a row, where the mask lets all of the queries see all of the
-        keys. On the CPU."""
+        """heads_selecting() of blocks in a row, where the mask lets all of the queries see all of
+        the keys. On the CPU."""
         return self.heads_selecting(q_blocks, k_blocks)
 
     def covers(self, q_blocks: Tensor, verticals: Tensor) -> Tensor:
-        """bool [B, Hq, nq, C]: the vertical [B, Hq, C] lies in a block that the query block computes
-        whole. Only patterns with verticals have it."""
+        """bool [B, Hq, nq, C]: the vertical [B, Hq, C] lies in a block that the query block
+        computes whole. Only patterns with verticals have it."""
         raise NotImplementedError
 
     def vertical_pairs_by_block(self, ranges: MaskRanges) -> Tensor:
-        """Pairs of the queries of each block with verticals outside the tiles that it computes, of all
-        sequences and heads together: int64 [blocks]. On the CPU."""
+        """Pairs of the queries of each block with verticals outside the tiles that it computes, of
+        all sequences and heads together: int64 [blocks]. On the CPU."""
         return torch.zeros_like(self.all_blocks())
 
     def of_heads(self, heads: slice) -> "BlockIndex":
@@ -121,7 +122,8 @@ class BlockIndex:
     def selects_for_all(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
         """bool, broadcastable to selects(): pairs of blocks that all queries of the block chose.
 
-        The mask may still hide keys. Only patterns with chosen_chunks() distinguish the queries of a block.
+        The mask may still hide keys. Only patterns with chosen_chunks() distinguish
+        the queries of a block.
         """
         return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q_blocks.device)
 
@@ -153,16 +155,18 @@ class BlockIndex:
         return None
 
     def counts(self) -> dict[str, list[int]]:
-        """The number of single elements that each head of the first sequence chose, by kind of element."""
+        """The number of single elements that each head of the first sequence
+        chose, by kind of element."""
         return {}
 
     def tensors(self) -> list[Tensor]:
-        """The tensors that custom ops pass on and activation checkpointing keeps; Pattern.index() reads them."""
+        """The tensors that custom ops pass on and activation checkpointing keeps;
+        Pattern.index() reads them."""
         return []
 
     def selected_keys(self, q_positions: Tensor) -> Tensor:
-        """bool [B, Hq, n, S]: the keys of queries (global positions, int [n]), where the mask allows
-        them."""
+        """bool [B, Hq, n, S]: the keys of queries (global positions, int [n]), where
+        the mask allows them."""
         chosen = self.chosen_chunks(q_positions)
         if chosen is not None:
             position = torch.arange(self.seq_len, device=q_positions.device)
@@ -175,7 +179,8 @@ class BlockIndex:
         return in_blocks | is_vertical[:, :, None, :-1]
 
     def dense(self, mask: Mask | MaskRanges) -> Tensor:
-        """bool [B, Hq, S, S] in global order: exactly the pairs that attend() computes with this mask.
+        """bool [B, Hq, S, S] in global order: exactly the pairs that attend()
+        computes with this mask.
 
         For tests and pictures. Raises ValueError for a mask of another length.
         """
@@ -194,8 +199,8 @@ class BlockIndex:
         return ranges
 
     def block_mask(self, mask: Mask | MaskRanges) -> BlockMask:
-        """[B, Hq, S, S] for flex_attention(q, k, v, block_mask=..., enable_gqa=True), in global order:
-        exactly the pairs that attend() computes with this mask.
+        """[B, Hq, S, S] for flex_attention(q, k, v, block_mask=..., enable_gqa=True), in global
+        order: exactly the pairs that attend() computes with this mask.
 
         Raises ValueError for a mask of another length.
         """
@@ -220,8 +225,8 @@ class BlockSets(BlockIndex):
 
     by_head = ("verticals", "words")
     words: Tensor
-    """int32 [B, Hq, blocks, ceil(blocks / 32)]; bit c (kernels/compact.py) of query block a: a meets key
-    block c."""
+    """int32 [B, Hq, blocks, ceil(blocks / 32)]; bit c (kernels/compact.py) of query block a:
+    a meets key block c."""
 
     def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
         # [B, Hq, nq, words] and [1, 1, nq, nk]
@@ -249,8 +254,8 @@ def gather_blocks(x: Tensor, cp: ContextParallel, ranges: MaskRanges) -> Tensor:
 
 
 def compact(selected: Tensor, capacity: int, fill: int) -> tuple[Tensor, Tensor]:
-    """Positions int32 [N, capacity] of the True elements of bool [N, L], ascending; and how many there
-    are, int32 [N].
+    """Positions int32 [N, capacity] of the True elements of bool [N, L], ascending; and how many
+    there are, int32 [N].
 
     What is left of the capacity is filled up with `fill`.
     """
@@ -410,19 +415,20 @@ class Pattern(PatternOptions):
 _CLASSES: dict[type[Pattern], int] = {}
 """Every class of patterns, and how many of the same name came before it."""
 _PATTERNS: dict[str, Pattern] = {}
-"""Patterns are values of a few numbers. Equal ones share a key and an entry, which stays for good."""
+"""Patterns are values of a few numbers. Equal ones share a key and an entry,
+which stays for good."""
 
 
 def _class_key(kind: type[Pattern]) -> str:
-    """The name of a class of patterns. A number tells apart those of one name, such as one that a notebook
-    defines again."""
+    """The name of a class of patterns. A number tells apart those of one name, such as one that a
+    notebook defines again."""
     number = _CLASSES[kind]
     return f"{kind.name}#{number + 1}" if number else kind.name
 
 
 def pattern_of(key: str) -> Pattern:
-    """The pattern of this key. One that is made inside of a compiled function is made again here, as
-    torch.compile has only traced it so far."""
+    """The pattern of this key. One that is made inside of a compiled function is made again here,
+    as torch.compile has only traced it so far."""
     if key not in _PATTERNS:
         of_class, _, options = key.partition(":")
         named = [kind for kind in _CLASSES if hasattr(kind, "name")]

@@ -23,8 +23,8 @@ def flex_block_mask(
     """The BlockMask [B, Hq, S, S] of what the mask allows and an index selected.
 
     selected, selected_for_all: bool, broadcastable to [B, Hq, blocks, blocks]: pairs of blocks that
-    some, and that all queries of the block compute. verticals: int32 [B, Hq, C]. chosen: what single
-    queries chose inside of selected pairs of blocks; None for everything.
+    some, and that all queries of the block compute. verticals: int32 [B, Hq, C]. chosen: what
+    single queries chose inside of selected pairs of blocks; None for everything.
     """
     batch, heads = verticals.shape[:2]
     seq_len = ranges.start.shape[1]
@@ -54,7 +54,8 @@ def flex_block_mask(
 
 
 def _ordered(met: Tensor) -> tuple[Tensor, Tensor]:
-    """The number of key blocks that each query block meets, then the blocks: int32 [B, Hq, blocks (, blocks)].
+    """The number of key blocks that each query block meets, then the blocks: int32 [B,
+    Hq, blocks (, blocks)].
 
     met: bool [B, Hq, blocks, blocks].
     """

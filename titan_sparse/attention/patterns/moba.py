@@ -5,9 +5,9 @@ A query sees its own chunk, causally, and those of the earlier chunks whose mean
 product with it. A block of queries computes the union of what its queries chose. Inside a tile that
 not all of them chose, each query keeps to its own choice (ChosenChunks).
 
-On one rank, where the backend has kernels for it, the queries of each chunk are gathered instead, and
-tiles of them meet whole chunks. The queries' own chunks, which causality cuts, and short documents go
-by lists of blocks, which follow from the mask alone.
+On one rank, where the backend has kernels for it, the queries of each chunk are gathered instead,
+and tiles of them meet whole chunks. The queries' own chunks, which causality cuts, and short
+documents go by lists of blocks, which follow from the mask alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -101,7 +101,8 @@ class MoBAIndex(BlockIndex):
     def _touched_bits(
         self, words: Tensor, document_start: Tensor, k_blocks: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The bits of the first and of the last chunk that each key block touches: bool [B, Hq, nq, nk].
+        """The bits of the first and of the last chunk that each key block touches:
+        bool [B, Hq, nq, nk].
 
         words: int32 [B, Hq, nq, W]. document_start: [B, nq], where the chunks are counted from.
         """
@@ -286,12 +287,13 @@ class MoBAChunks(NamedTuple):
     counts: Tensor
     """bool [B, n, m], which of these there are."""
     offset: Tensor
-    """int64 [B, S_local], where the chunks begin of the document that each of this rank's queries is
-    in."""
+    """int64 [B, S_local], where the chunks begin of the document that each of this
+    rank's queries is in."""
     own: Tensor
     """int64 [B, S_local], the number of each query's own chunk in the document."""
     member: Tensor
-    """bool [B, n_local, block, T], in which of the long documents that touch the block a query is."""
+    """bool [B, n_local, block, T], in which of the long documents that touch
+    the block a query is."""
 
 
 def _chunks_of(ranges: MaskRanges, spans: Spans, cp: ContextParallel, chunk: int) -> MoBAChunks:
@@ -355,7 +357,8 @@ def _find_chunks(ranges: MaskRanges, spans: Spans, cp: ContextParallel, chunk: i
 def _mean_keys(
     k: Tensor, chunks: MoBAChunks, cp: ContextParallel, chunk: int, ranges: MaskRanges
 ) -> Tensor:
-    """Mean key of every whole chunk, [B, Hkv, n, D] in fp32 (fp64 for fp64), from k [B, Hkv, S_local, D].
+    """Mean key of every whole chunk, [B, Hkv, n, D] in fp32 (fp64 for fp64), from k
+    [B, Hkv, S_local, D].
 
     Keys are summed within blocks on the rank that owns them. These sums are added up over blocks in
     global order on every rank, so that the number of ranks does not change the result.

@@ -1,12 +1,12 @@
 """XAttention (Xu et al. 2025, arXiv 2503.16428): block pairs scored by sums along antidiagonals.
 
 Queries and keys are cut into cells of `stride` tokens. A pair of cells scores the sum over its
-antidiagonal, which is one dot product of all the cell's keys with all its queries in reverse order.
-The softmax is taken over the cells of a row and summed up by blocks: each query block takes the
-fewest key blocks that hold the threshold's share. In a packed sequence each document is scored
-separately. A cell across the border of two documents counts as the first one's for queries, and as the
-last one's for keys. What this leaves out is seen only in a query's own block, which is always
-selected.
+antidiagonal, which is one dot product of all the cell's keys with all its queries in reverse
+order. The softmax is taken over the cells of a row and summed up by blocks: each query block
+takes the fewest key blocks that hold the threshold's share. In a packed sequence each document is
+scored separately. A cell across the border of two documents counts as the first one's for
+queries, and as the last one's for keys. What this leaves out is seen only in a query's own block,
+which is always selected.
 """
 
 from typing import NamedTuple

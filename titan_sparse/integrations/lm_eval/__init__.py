@@ -1,4 +1,5 @@
-"""The model "titan_sparse" of lm-eval (pip install "titan-sparse[eval]"): its tasks on our checkpoints.
+"""The model "titan_sparse" of lm-eval (pip install "titan-sparse[eval]"): its
+tasks on our checkpoints.
 
     python -m titan_sparse.integrations.lm_eval --model titan_sparse \\
         --model_args checkpoint=outputs/run --tasks TASKS

@@ -1,4 +1,5 @@
-"""lm_eval's command line, unchanged, with the model "titan_sparse". On one rank, or under torchrun."""
+"""lm_eval's command line, unchanged, with the model "titan_sparse". On one
+rank, or under torchrun."""
 
 import sys
 

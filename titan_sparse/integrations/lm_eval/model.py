@@ -1,4 +1,5 @@
-"""lm_eval's model "titan_sparse": the answers of its own HFLM, for our checkpoints, sparse or dense.
+"""lm_eval's model "titan_sparse": the answers of its own HFLM, for our
+checkpoints, sparse or dense.
 
 All ranks run rank 0's requests, as tasks may draw them at random, and rank 0 reports.
 """
@@ -91,12 +92,14 @@ class TitanSparseLM(TemplateLM):
         pretrained: in its place, a Hugging Face folder.
         config: of the run; by default config.toml in the folder `checkpoint`.
         tokenizer: folder or tokenizer.json; by default data.tokenizer, or that of `pretrained`.
-        attention: "dense", or as in the configuration, which is dense for a Hugging Face folder alone.
+        attention: "dense", or as in the configuration, which is dense for a
+        Hugging Face folder alone.
         device: "cpu", "cuda", or in one process "cuda:N"; "cuda:0" is the CPU where no GPU is.
-        add_bos_token: whether texts begin with the token that the tokenizer puts there; by default as
-        in training.
-        max_length: tokens, such as 4096 or "128k"; longer requests lose their beginning, as in HFLM.
-        By default the larger of the model's max_position_embeddings and the run's training.seq_len.
+        add_bos_token: whether texts begin with the token that the tokenizer puts there; by
+        default as in training.
+        max_length: tokens, such as 4096 or "128k"; longer requests lose their beginning, as in
+        HFLM. By default the larger of the model's max_position_embeddings and the run's
+        training.seq_len.
         keys: of the configuration, such as "parallelism.cp" or "attention.pattern".
 
         Joins the process group of torchrun. Raises Refusal, before it where possible.
@@ -153,7 +156,8 @@ class TitanSparseLM(TemplateLM):
     apply_chat_template = HFLM.apply_chat_template
 
     def _use_template(self, tokenizer: Tokenizer) -> None:
-        """Chats are as in training, also where another folder than the tokenizer's has the template."""
+        """Chats are as in training, also where another folder than the
+        tokenizer's has the template."""
         data = as_prepared(self.config.data)
         self.chat_template_args = chat_template_kwargs(data)
         texts = run_texts(data, self.config.model.initial_hf, tokenizer)
@@ -343,7 +347,8 @@ class TitanSparseLM(TemplateLM):
             f"a continuation of {count} tokens is above max_length = {self.max_length}; write a "
             "larger max_length",
         )
-        # Blanks alone, which lm_eval moves into the continuation, leave no context. HFLM would stop.
+        # Blanks alone, which lm_eval moves into the continuation, leave no
+        # context. HFLM would stop.
         context = context or [self.prefix_token_id]
         whole = np.array((context + continuation)[-(self.max_length + 1) :])
         if len(whole) < len(context) + count:

@@ -6,8 +6,8 @@
       titan_sparse.integrations.torchtitan.save_attention \
       titan_sparse.integrations.torchtitan.log_attention
 
-The functions below are overrides of torchtitan's configuration. Raises ImportError, in one line, where
-torchtitan is missing or its version is another.
+The functions below are overrides of torchtitan's configuration. Raises ImportError, in one line,
+where torchtitan is missing or its version is another.
 """
 
 from collections.abc import Callable

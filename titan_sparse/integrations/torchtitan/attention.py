@@ -39,8 +39,8 @@ class SparseAttention(Module):
     class Config(Module.Config):
         """pattern: of layers without a window. window: keys that a query sees; None for all.
 
-        load_balancer: that of torchtitan's parallelism. backend, schedule, block_size: as in attend()
-        and ContextParallel.
+        load_balancer: that of torchtitan's parallelism. backend, schedule, block_size: as in
+        attend() and ContextParallel.
         """
 
         pattern: Pattern = field(default_factory=Dense)

@@ -92,8 +92,9 @@ class MetricsWithAttention(MetricsProcessor):
 def averages(recorded: Recording, device: torch.device) -> dict[str, float]:
     """Means over layers, heads, and all ranks of what was recorded. Collective over all processes.
 
-    density: share of allowed pairs that were computed. recall: share of the attention mass that these
-    hold. capped: share of budgets that a cap kept below the recall, where the pattern has budgets.
+    density: share of allowed pairs that were computed. recall: share of the attention mass
+    that these hold. capped: share of budgets that a cap kept below the recall, where the
+    pattern has budgets.
     imbalance: pairs of the busiest context-parallel rank over their mean, with several ranks.
     Raises ValueError if no attention ran.
     """

@@ -45,9 +45,10 @@ from titan_sparse.integrations.transformers.refusals import (
 def register(settings: AttentionSettings | None = None, name: str = "titan_sparse") -> None:
     """From here on, attn_implementation=name computes a decoder's attention by attend().
 
-    A second call with the same name replaces the settings, also for models that exist. A model that
-    would not use attend(), or would use it incorrectly, raises ValueError when it is given the name.
-    Raises ValueError for settings of another type, and for names that transformers has or reads.
+    A second call with the same name replaces the settings, also for models that exist. A model
+    that would not use attend(), or would use it incorrectly, raises ValueError when it is given
+    the name. Raises ValueError for settings of another type, and for names that transformers
+    has or reads.
     """
     if settings is None:
         settings = AttentionSettings()
@@ -110,7 +111,8 @@ def _check_models_given_a_name() -> None:
 
 
 def _names(attn_implementation: str | dict) -> Iterator[str]:
-    """All names in what set_attn_implementation() takes: one for the model, or some for its parts."""
+    """All names in what set_attn_implementation() takes: one for the model,
+    or some for its parts."""
     if isinstance(attn_implementation, dict):
         for of_part in attn_implementation.values():
             yield from _names(of_part)
@@ -163,8 +165,8 @@ def make_mask(
         attention_mask = AttentionMask(attention_mask)
     rule = read_rule(mask_function)
     check_rope(kwargs.get("config"), settings.ranks)
-    # Beside an AttentionMask, no cache means a kv_length of 0. Several tokens may meet an empty static
-    # cache: the host waits for the device.
+    # Beside an AttentionMask, no cache means a kv_length of 0. Several tokens may meet an empty
+    # static cache: the host waits for the device.
     follows_cache = kv_length > q_length and (q_length == 1 or int(q_offset) > 0)
     if isinstance(attention_mask, AttentionMask):
         if follows_cache:
@@ -276,7 +278,8 @@ def attention_forward(
 def mask_inside_alst(
     module: nn.Module, position_ids: Tensor | None, window: int | None, key: Tensor
 ) -> LayerMask:
-    """The mask of whole sequences that DeepSpeed's ALST gathered: it drops masks and gathers positions.
+    """The mask of whole sequences that DeepSpeed's ALST gathered: it drops masks
+    and gathers positions.
 
     key: [B, Hkv, S, D]. Raises ValueError for what positions do not say.
     """

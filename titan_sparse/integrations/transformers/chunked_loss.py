@@ -3,9 +3,9 @@
 128K tokens with a vocabulary of 152K are 80 GB of fp32 logits, and the gradient needs as much
 again.
 
-A model's own loss and ours are compared on a few tokens. The model's own forward runs with stand-ins
-for its decoder and its head. So it needs no weights, no attention, and no other ranks. What is left
-is what chunk_loss() replaces: all that happens between the decoder and the loss.
+A model's own loss and ours are compared on a few tokens. The model's own forward runs with
+stand-ins for its decoder and its head. So it needs no weights, no attention, and no other ranks.
+What is left is what chunk_loss() replaces: all that happens between the decoder and the loss.
 """
 
 import copy
@@ -36,11 +36,11 @@ def chunk_loss(model: PreTrainedModel, chunk_tokens: int = 2048) -> None:
     """From here on, model(..., labels=...) gives the loss and no logits.
 
     The loss is transformers'. At no time are there more than chunk_tokens rows of logits. Without
-    labels, in generate() for one, the model is as it was. Do this before Trainer, DDP or FSDP2 wrap the
-    model, and before or after PEFT does. Adapters of lm_head take one more product with it.
+    labels, in generate() for one, the model is as it was. Do this before Trainer, DDP or FSDP2 wrap
+    the model, and before or after PEFT does. Adapters of lm_head take one more product with it.
 
-    The model's own loss is compared with ours on a few random tokens: here, in the first forward with
-    labels, and again whenever the configuration or the kind of arguments has changed.
+    The model's own loss is compared with ours on a few random tokens: here, in the first forward
+    with labels, and again whenever the configuration or the kind of arguments has changed.
     Raises ValueError if they differ, and for the balancing loss of experts.
     """
     # PEFT's own forward calls that of the model inside.
@@ -203,7 +203,8 @@ def compare_losses(
 ) -> str:
     """The path of the module that the model's own forward calls as its decoder.
 
-    forward: the model's own, bound to it. loss_of: our loss. arguments: the user's, of this forward.
+    forward: the model's own, bound to it. loss_of: our loss. arguments: the
+    user's, of this forward.
     outputs: what the decoder returned for them; None before the first forward.
 
     Raises ValueError, in one line with both losses, if the loss or one of its gradients differs, or
@@ -349,7 +350,8 @@ class _Probe:
         return None
 
     def other_arguments(self, inputs: dict[str, Any]) -> str | None:
-        """The argument that the decoder gets from the model's forward and not from ours, in words."""
+        """The argument that the decoder gets from the model's forward and not
+        from ours, in words."""
         for name in sorted({*self.given, *inputs} - {*_NOT_OF_DECODER}):
             theirs = self.given.get(name)
             ours = inputs.get(name)

@@ -227,8 +227,8 @@ class ContextParallelTrainer(_Trainer):
         self.state.num_input_tokens_seen = before + counted // self.cp.size
 
     def _gather_for_metrics(self, numbers: Tensor) -> Tensor:
-        """accelerator.gather_for_metrics() over sequences in place of processes: of a scalar for this
-        rank's tokens, or of losses [per_device_eval_batch_size] that are all the same."""
+        """accelerator.gather_for_metrics() over sequences in place of processes: of a scalar for
+        this rank's tokens, or of losses [per_device_eval_batch_size] that are all the same."""
         ranks = self.accelerator.gather(numbers)
         if numbers.ndim == 0:
             # accelerate would take them for samples, and leave out ranks of a smaller last batch.

@@ -1,10 +1,11 @@
-"""Linear attention of hybrid models (Gated DeltaNet): packed documents, and one sequence over several
-ranks.
+"""Linear attention of hybrid models (Gated DeltaNet): packed documents, and one
+sequence over several ranks.
 
-The inputs of a model are in attention's layout. Layers of linear attention need contiguous tokens, so
-hidden states move before the first and after the last of each run of such layers. Where documents
-begin is read from the mask of full attention, once a forward, and handed to layers of linear attention
-in place of their padding mask. Without documents and ranks, transformers computes them by itself.
+The inputs of a model are in attention's layout. Layers of linear attention need contiguous tokens,
+so hidden states move before the first and after the last of each run of such layers. Where
+documents begin is read from the mask of full attention, once a forward, and handed to layers of
+linear attention in place of their padding mask. Without documents and ranks, transformers computes
+them by itself.
 """
 
 import functools
@@ -40,7 +41,8 @@ class LinearMask(NamedTuple):
 
 
 def keep_documents_apart(model: nn.Module) -> None:
-    """Let the linear attention of `model` know of documents and ranks, with every attention of ours.
+    """Let the linear attention of `model` know of documents and ranks, with
+    every attention of ours.
 
     A second call changes nothing.
     """

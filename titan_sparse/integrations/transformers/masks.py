@@ -1,7 +1,9 @@
-"""The settings of register(), and what the layers of one kind see, resolved to ranges once a forward.
+"""The settings of register(), and what the layers of one kind see, resolved to
+ranges once a forward.
 
-transformers.masking_utils composes functions of (batch, head, query, key). There are few parts, known
-by name, so read_rule() reads the parts: calling such a function for all pairs would take S x S.
+transformers.masking_utils composes functions of (batch, head, query, key). There are few
+parts, known by name, so read_rule() reads the parts: calling such a function for all pairs
+would take S x S.
 """
 
 import functools
@@ -247,8 +249,8 @@ class LayerMask(AttentionMask):
 
 
 def check_bounds(bounds: Tensor, position_ids: Tensor | None) -> None:
-    """Raises ValueError unless these documents of FlashAttention, int [documents + 1], begin exactly
-    where position_ids [B, S] are 0. The host waits for the device."""
+    """Raises ValueError unless these documents of FlashAttention, int [documents + 1], begin
+    exactly where position_ids [B, S] are 0. The host waits for the device."""
     if position_ids is not None:
         begins = (position_ids.flatten() == 0).nonzero()[:, 0].tolist()
         if bounds[:-1].tolist() == begins:

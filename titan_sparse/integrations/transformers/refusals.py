@@ -123,8 +123,8 @@ def check_arguments(
 ) -> None:
     """Raises ValueError for tensors and keywords that attend() does not compute.
 
-    module: attention. query: [B, Hq, Sq, D]. key, value: [B, Hkv, Skv, D]. kwargs: what transformers
-    adds.
+    module: attention. query: [B, Hq, Sq, D]. key, value: [B, Hkv, Skv, D]. kwargs:
+    what transformers adds.
     """
     for name, reason in _REFUSED.items():
         if kwargs.get(name) is not None and kwargs[name] is not False:
@@ -154,8 +154,8 @@ def _dropout_key(module: nn.Module, rate: float) -> str:
 
 
 def checked_mask(module: nn.Module, mask: object, query: Tensor, key: Tensor) -> LayerMask | Tensor:
-    """A layer's mask in the form that attention reads. A Tensor is that of tokens that follow cached
-    ones.
+    """A layer's mask in the form that attention reads. A Tensor is that of tokens
+    that follow cached ones.
 
     mask: what the layer was handed as attention_mask.
     Raises ValueError for a mask that is none of ours, or does not fit what is cached.
@@ -208,7 +208,8 @@ def check_training_beside_cache(module: nn.Module, query: Tensor, pattern: Patte
 
 
 def check_other_trainers() -> None:
-    """Raises ValueError inside of a trainer that shares sequences in attention functions of its own.
+    """Raises ValueError inside of a trainer that shares sequences in attention
+    functions of its own.
 
     They replace those of flash_attention_2 and sdpa. Ours would see the tokens of one rank, and the
     loss would look plausible.

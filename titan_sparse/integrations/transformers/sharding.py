@@ -1,6 +1,7 @@
 """A batch of a Hugging Face collator, cut into the tokens of this rank.
 
-Labels are shifted and the mask is made in the whole sequence. Only then does a rank keep its blocks.
+Labels are shifted and the mask is made in the whole sequence. Only then does a
+rank keep its blocks.
 """
 
 from collections.abc import Mapping
@@ -61,9 +62,9 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel) -> dict[str, Any]
     [B, S]. attention_mask [B, S] is 0 on padding. Documents begin where position_ids return to 0,
     and without attention_mask also where they jump. S is padded to what the layout needs.
 
-    attention_mask of the result holds the mask of the whole sequences. `labels` are all -100, so that
-    a model that does not know shift_labels has no loss rather than a wrong one. Not collective.
-    Raises ValueError for what cannot be cut.
+    attention_mask of the result holds the mask of the whole sequences. `labels` are all -100, so
+    that a model that does not know shift_labels has no loss rather than a wrong one. Not
+    collective. Raises ValueError for what cannot be cut.
     """
     _check(batch)
     input_ids = batch["input_ids"]

@@ -74,11 +74,11 @@ class Progress:
 
 
 class Checkpointer:
-    """The run's checkpoints, in <output_dir>/checkpoint/step-N. Where checkpoint.enable is false there
-    are none. All but wait() and raise_failure() is collective.
+    """The run's checkpoints, in <output_dir>/checkpoint/step-N. Where checkpoint.enable is false
+    there are none. All but wait() and raise_failure() is collective.
 
-    In the background, copies on the CPU are saved. With pinned memory, the GPU copies during the next
-    forward and backward, and only the next update waits for it.
+    In the background, copies on the CPU are saved. With pinned memory, the GPU copies during the
+    next forward and backward, and only the next update waits for it.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class Checkpointer:
         states: dict[str, Stateful],
         texts: dict[str, str],
     ):
-        """states: what else is saved, of plain values and CPU tensors. texts: further files of every
-        checkpoint, name -> text."""
+        """states: what else is saved, of plain values and CPU tensors. texts: further files of
+        every checkpoint, name -> text."""
         self.section = section
         self.folder = Path(output_dir, folders.FOLDER)
         self.texts = texts
@@ -133,8 +133,9 @@ class Checkpointer:
         return tensors, {name: part.state_dict() for name, part in self.parts.items()}
 
     def load(self) -> bool:
-        """Resume from checkpoint.load_step, or the newest whole checkpoint. True if there was one. Without
-        one, the weights alone are read from checkpoint.initial_load_path, where that is given.
+        """Resume from checkpoint.load_step, or the newest whole checkpoint. True if there was
+        one. Without one, the weights alone are read from checkpoint.initial_load_path, where
+        that is given.
 
         Raises Refusal on all ranks: if there are checkpoints and none is whole, if load_step or the
         path has none, or if one does not fit the model.
@@ -180,8 +181,8 @@ class Checkpointer:
         on_first_rank(check)
 
     def go_back(self, before: int) -> int | None:
-        """Return to the newest whole checkpoint of a step < `before`, and move newer ones aside. The
-        loader goes on where it is. Returns the step, None if there is no such checkpoint."""
+        """Return to the newest whole checkpoint of a step < `before`, and move newer ones aside.
+        The loader goes on where it is. Returns the step, None if there is no such checkpoint."""
         if not self.section.enable:
             return None
         self.wait()
@@ -201,8 +202,8 @@ class Checkpointer:
     def save(self, step: int) -> float:
         """Save, or begin to. Returns the seconds for which this held up training.
 
-        The tensors must not change before before_update(). Raises SaveError, one line, on all ranks, if
-        this save failed, or in the background the one before.
+        The tensors must not change before before_update(). Raises SaveError, one line, on all
+        ranks, if this save failed, or in the background the one before.
         """
         began = time.perf_counter()
         self.wait()
@@ -258,8 +259,8 @@ class Checkpointer:
         logger.info("saved %s in %.1f s", checkpoint, self.last_save_seconds)
 
     def _load_newest(self, before: float = math.inf, with_loader: bool = True) -> int | None:
-        """Load the newest checkpoint that is whole, of a step < `before`. Returns its step, None if there
-        is no checkpoint at all.
+        """Load the newest checkpoint that is whole, of a step < `before`. Returns its step, None if
+        there is no checkpoint at all.
 
         Newer ones that are broken are moved aside. Raises Refusal, and moves nothing, if all are.
         """
@@ -295,8 +296,8 @@ class Checkpointer:
             self.parts[name].load_state_dict(part)
 
     def _roll_back(self, step: int) -> None:
-        """Make the whole checkpoint of `step` the newest, unless this is a restart of a job that has done
-        it already."""
+        """Make the whole checkpoint of `step` the newest, unless this is a restart of a job that
+        has done it already."""
         job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "")
         record = json.dumps({"load_step": step, "job": job}) + "\n"
         path = self.folder / _ROLLED_BACK

@@ -1,5 +1,5 @@
-"""The folders of a run's checkpoints: exact names, moving aside, rotation, and the lock of a run. Loads
-no torch.
+"""The folders of a run's checkpoints: exact names, moving aside, rotation, and the lock of a
+run. Loads no torch.
 
 <output_dir>/checkpoint holds step-N, which is complete, and step-N.incomplete, which is being
 written. What is not wanted any more but may be of use is renamed, never deleted: step-N.broken,
@@ -63,7 +63,8 @@ def newest_checkpoint(output_dir: str) -> str | None:
 
 
 def move_aside(checkpoint: Path, why: str) -> Path:
-    """Rename step-N to step-N.<why>, with a number where that name is taken. Returns the new path."""
+    """Rename step-N to step-N.<why>, with a number where that name is taken.
+    Returns the new path."""
     target = free_name(checkpoint.with_name(f"{checkpoint.name}.{why}"), first="")
     os.rename(checkpoint, target)
     sync_folder(checkpoint.parent)
@@ -134,10 +135,10 @@ def free_name(path: Path, first: str) -> Path:
 def lock_run(output_dir: str, wait_seconds: float = WAIT_SECONDS) -> None:
     """Make `output_dir`, if there is none, and keep other processes' runs out of it.
 
-    A second call in the same process does nothing, unless the folder was deleted or moved since: a run
-    that failed keeps its lock. The system gives the lock back when the process ends. Raises Refusal if
-    another run holds it after `wait_seconds`, or LEASE_SECONDS if it is on another host, or if the
-    folder can't be written. A file system that has no locks is warned of.
+    A second call in the same process does nothing, unless the folder was deleted or moved since: a
+    run that failed keeps its lock. The system gives the lock back when the process ends. Raises
+    Refusal if another run holds it after `wait_seconds`, or LEASE_SECONDS if it is on another host,
+    or if the folder can't be written. A file system that has no locks is warned of.
     """
     path = _path(output_dir)
     if _is_there(path):

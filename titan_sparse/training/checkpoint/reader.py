@@ -1,7 +1,7 @@
 """Reading a checkpoint: is it whole, and what does it hold. A checkpoint can run no code.
 
-.metadata is a pickle of DCP's: only DCP's own classes are made of it. Tensors and values are read as
-torch.load(weights_only=True) does. Errors are Refusals: one line each.
+.metadata is a pickle of DCP's: only DCP's own classes are made of it. Tensors and values are read
+as torch.load(weights_only=True) does. Errors are Refusals: one line each.
 """
 
 import dataclasses
@@ -60,8 +60,8 @@ class Broken(Refusal):
 
 
 class _Unpickler(pickle._Unpickler):
-    """Only what this pickle made may be changed by it. The unpickler in C can't say this: BUILD sets
-    attributes of whatever it finds, also of an allowed class.
+    """Only what this pickle made may be changed by it. The unpickler in C can't say this: BUILD
+    sets attributes of whatever it finds, also of an allowed class.
     """
 
     dispatch = dict(pickle._Unpickler.dispatch)

@@ -1,8 +1,8 @@
 """The guard against bad steps: an update that would spoil the weights does not happen.
 
 A step is bad if its loss or its gradient norm is not finite, or if the norm is far above its
-running statistics. The device decides, and the fused optimizers leave everything as it was. The host
-reads each step's report one step later, when it is there anyway.
+running statistics. The device decides, and the fused optimizers leave everything as it was. The
+host reads each step's report one step later, when it is there anyway.
 """
 
 import itertools
@@ -102,7 +102,8 @@ class Guard:
             optimizer.step()
 
     def reports(self, all_of_them: bool) -> list[Report]:
-        """Those that the host has not read yet. all_of_them: also the last step's, for which it waits."""
+        """Those that the host has not read yet. all_of_them: also the last
+        step's, for which it waits."""
         stay = 0 if all_of_them else 1
         read = []
         while len(self.pending) > stay:
@@ -147,7 +148,8 @@ class Guard:
         return torch.where(count < self.section.warmup_steps, math.inf, limit)
 
     def _count(self, norm: Tensor, skip: Tensor) -> None:
-        """Move the statistics by an accepted norm. That of a step without a label is 0: left out."""
+        """Move the statistics by an accepted norm. That of a step without a
+        label is 0: left out."""
         mean, variance, count = self.statistics
         # The plain mean at first, then one that forgets.
         weight = (1 / (count + 1)).clamp_min(1 / self.section.average_steps)

@@ -1,11 +1,11 @@
 """Detection of the rank that holds up the others: ranks give signs of life, and one line names the
 rank that is dead or stuck.
 
-Torch's timeouts end a job that hangs, but do not say which rank was waited for. Every rank therefore
-has a thread that writes into the job's key-value store, once a second: step, host, collectives begun,
-and where in the code its main thread is. Each looks after the next rank only. All are read when
-nothing moves, when a collective has failed, or when this rank is asked to stop. When nothing moves,
-every rank also writes its stacks, and NCCL's records, to files.
+Torch's timeouts end a job that hangs, but do not say which rank was waited for. Every rank
+therefore has a thread that writes into the job's key-value store, once a second: step, host,
+collectives begun, and where in the code its main thread is. Each looks after the next rank only.
+All are read when nothing moves, when a collective has failed, or when this rank is asked to stop.
+When nothing moves, every rank also writes its stacks, and NCCL's records, to files.
 """
 
 import faulthandler
@@ -61,9 +61,10 @@ class Watch:
     Collective over the world. Nothing is started for a single rank.
 
     timeout_seconds: the time after which collectives fail; update it when that changes. step: the
-    main thread sets it. signals: a rank that is asked to stop while another rank is dead ends within
-    seconds. folder: where all ranks write their stacks when nothing moves; None: nowhere. replays:
-    whether this rank's GPU is inside a CUDA graph, whose collectives torch neither counts nor times.
+    main thread sets it. signals: a rank that is asked to stop while another rank is dead ends
+    within seconds. folder: where all ranks write their stacks when nothing moves; None: nowhere.
+    replays: whether this rank's GPU is inside a CUDA graph, whose collectives torch neither
+    counts nor times.
 
     If another rank has failed and this one is stuck, it ends with status 1. Raises OtherRankFailed,
     in place of what failed inside `with`, where that only follows from another rank's failure.
@@ -83,7 +84,8 @@ class Watch:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.beat = self.step = 0
-        # The main thread has left the `with`; and this rank does not look after another one any more.
+        # The main thread has left the `with`; and this rank does not look after
+        # another one any more.
         self.left = False
         self.closed = threading.Event()
         # Where the main thread has failed, as place_of() returns it.
@@ -93,8 +95,8 @@ class Watch:
         self.dead: set[int] = set()
         # Name -> a value and since when it has been that.
         self.unchanged: dict[str, tuple[object, float]] = {}
-        # The steps in which a collective of this rank has timed out, and in which nothing has moved;
-        # and the line that this rank has reported for that.
+        # The steps in which a collective of this rank has timed out, and in which nothing has
+        # moved; and the line that this rank has reported for that.
         self.overdue_in = self.stuck_in = -1
         self.stuck_line = ""
         # All ranks make theirs in the same order: the number keeps the keys of earlier ones apart.
@@ -220,8 +222,8 @@ class Watch:
             self._end("it is asked to stop, and a rank is dead or nothing moves")
 
     def _read_signs(self, ranks: Iterable[int]) -> None:
-        """Those that have not begun yet are left out. A rank is dead if it has been silent or has ended,
-        without having said so."""
+        """Those that have not begun yet are left out. A rank is dead if it has been silent or has
+        ended, without having said so."""
         present = [rank for rank in ranks if self.store.check([f"rank {rank}"])]
         values = self.store.multi_get([f"rank {rank}" for rank in present]) if present else []
         statuses = {rank: json.loads(value) for rank, value in zip(present, values, strict=True)}
@@ -253,7 +255,8 @@ class Watch:
         return self.store.add(what, 1) == 1
 
     def _explain(self, error: BaseException, frames: TracebackType | None) -> bool:
-        """Returns whether another rank has failed before, or is dead, and this one waited for it."""
+        """Returns whether another rank has failed before, or is dead, and
+        this one waited for it."""
         self.frozen = place_of([*traceback.walk_tb(frames)][::-1])
         place, waits = self.frozen
         is_first = self.store.add("failures", 1) == 1
@@ -327,9 +330,9 @@ def write_stacks(folder: Path, rank: int) -> None:
 
 
 def culprits(statuses: dict[int, dict], silent: set[int]) -> list[int]:
-    """The ranks that the others seem to wait for: the silent ones. Without any they are ranks that do
-    not wait themselves, first among those that have begun fewer collectives than others of a group, then
-    (transfers are not counted) among all.
+    """The ranks that the others seem to wait for: the silent ones. Without any they are ranks that
+    do not wait themselves, first among those that have begun fewer collectives than others of a
+    group, then (transfers are not counted) among all.
     """
     if silent:
         return sorted(silent)

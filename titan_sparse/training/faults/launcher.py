@@ -1,5 +1,5 @@
-"""End a training process: with torchrun, after a signal, or after a failure. Does not import torch, so
-that mistakes in a configuration are reported at once.
+"""End a training process: with torchrun, after a signal, or after a failure. Does not import torch,
+so that mistakes in a configuration are reported at once.
 """
 
 import ctypes
@@ -29,7 +29,8 @@ _HEARD = (signal.SIGINT, signal.SIGTERM)
 
 
 class OtherRankFailed(RuntimeError):
-    """A collective has failed on this rank, but another rank is dead or has failed before. Status 1."""
+    """A collective has failed on this rank, but another rank is dead or has
+    failed before. Status 1."""
 
 
 class Poisoned(RuntimeError):
@@ -39,8 +40,8 @@ class Poisoned(RuntimeError):
 def hide_warnings_of_imports() -> None:
     """Hide two warnings for the rest of this program.
 
-    PEFT and transformers load torchao wherever it is installed. It warns of its own libraries that fit
-    no GPU here, and torch of its enums: nothing that the reader can change.
+    PEFT and transformers load torchao wherever it is installed. It warns of its own libraries that
+    fit no GPU here, and torch of its enums: nothing that the reader can change.
     """
     _hide("torchao", "Failed to load")
     _hide("torch.utils._pytree", "Enum subclass")
@@ -51,7 +52,8 @@ def _hide(name: str, words: str) -> None:
 
 
 def end_with_launcher() -> None:
-    """From now on the system kills this process as soon as the torchrun that has started it is dead.
+    """From now on the system kills this process as soon as the torchrun that
+    has started it is dead.
 
     A torchrun that is killed leaves its ranks behind. They would train on for good, into the folder
     of the job that takes their place. Does nothing for a process started by hand.
@@ -84,8 +86,8 @@ def end_now(status: int) -> NoReturn:
 
 
 def end_for_good() -> None:
-    """Have scripts/past_torchrun.sh not start the run again: it has finished, or it would end in the
-    same way. torchrun's status does not say so. It is 1 after every failure.
+    """Have scripts/past_torchrun.sh not start the run again: it has finished, or it would end in
+    the same way. torchrun's status does not say so. It is 1 after every failure.
     """
     if path := os.environ.get(_ENDED):
         # Without the file the run starts again, and ends again.

@@ -24,8 +24,8 @@ _POLL_SECONDS = 0.05
 
 
 class Meshes(NamedTuple):
-    """The meshes of a run. Ranks count dp_replicate, dp_shard, cp_inter, cp_intra from the outside in,
-    so that cp_intra stays in a node."""
+    """The meshes of a run. Ranks count dp_replicate, dp_shard, cp_inter, cp_intra from the outside
+    in, so that cp_intra stays in a node."""
 
     fsdp: DeviceMesh
     """axis ("dp_shard_cp",): parameters are sharded over all data- and context-parallel ranks. With
@@ -64,9 +64,10 @@ def init_distributed(
 ) -> None:
     """Join torchrun's process group, or make one of this process alone; one that exists is kept.
 
-    alike: what must be the same on all ranks, by name. Counters travel by gloo, tensors on GPUs by
-    NCCL. All groups made later meet in the same store, which no earlier attempt of torchrun has used.
-    Raises Refusal on all ranks, before any of them has sent another a tensor, if `alike` differs.
+    alike: what must be the same on all ranks, by name. Counters travel by gloo, tensors on GPUs
+    by NCCL. All groups made later meet in the same store, which no earlier attempt of torchrun
+    has used. Raises Refusal on all ranks, before any of them has sent another a tensor, if
+    `alike` differs.
     """
     store, rank, world_size = store_of_this_start(timeout_seconds)
     refuse_differences(store, rank, world_size, alike or {})
@@ -130,8 +131,8 @@ def on_first_rank(work: Callable[[], Any]) -> Any:
 
 
 def store_of_this_start(timeout_seconds: float) -> tuple[dist.Store, int, int]:
-    """The store, this rank and the world size, by torchrun's variables, or by the process group that
-    exists already. Collective over the world.
+    """The store, this rank and the world size, by torchrun's variables, or by the process group
+    that exists already. Collective over the world.
 
     Raises OSError, saying who is missing, if not all ranks have come after timeout_seconds.
     """
@@ -143,7 +144,8 @@ def store_of_this_start(timeout_seconds: float) -> tuple[dist.Store, int, int]:
             store, rank, world_size = dist.HashStore(), 0, 1
         else:
             rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            # As dist.rendezvous("env://") makes it, but that one waits for all ranks and names none.
+            # As dist.rendezvous("env://") makes it, but that one waits for all
+            # ranks and names none.
             is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             store = dist.TCPStore(
                 os.environ["MASTER_ADDR"],

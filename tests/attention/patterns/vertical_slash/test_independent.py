@@ -33,7 +33,8 @@ class Selection(NamedTuple):
 
 
 def _smallest(mass: list[float], recall: float, least: int, most: int) -> tuple[set[int], bool]:
-    """Fewest elements that reach the recall, including the one that crosses it, and whether the cap cut them."""
+    """Fewest elements that reach the recall, including the one that crosses it, and
+    whether the cap cut them."""
     exact = [Fraction(m) for m in mass]
     order = sorted(range(len(mass)), key=lambda element: (-mass[element], element))
     target = Fraction(recall) * sum(exact)
@@ -206,7 +207,8 @@ def test_a_cap_is_shared_by_length_and_rounded_up():
 
 
 def test_patterns_on_one_mask_do_not_share_what_is_remembered():
-    """Two patterns with different spans on the same ranges give the same results as on separate ranges."""
+    """Two patterns with different spans on the same ranges give the same results
+    as on separate ranges."""
     q, k, _ = structured_qkv(1, 2, 1, 192, 8)
     mask = Documents([70, 50, 72])
     shared = mask.rows(192)
@@ -223,7 +225,8 @@ def test_patterns_on_one_mask_do_not_share_what_is_remembered():
 def _segments(
     lengths: list[list[int]], gap: int, limits: list[tuple[int, int, int]], rows: int, tail: int
 ) -> Segments:
-    """Segments of these lengths, one list a sequence, before each `gap` elements of none, `tail` at the end.
+    """Segments of these lengths, one list a sequence, before each `gap` elements of
+    none, `tail` at the end.
 
     limits: (least, most, always) in turn. The rows are spread over the sequences.
     """
@@ -308,7 +311,8 @@ def test_sets_are_the_definition(layout, kind):
     "extra, recall, count", [(0.0, 0.5, 1), (2**-23, 0.5, 2), (0.0, 0.5 + 2**-53, 2)]
 )
 def test_a_target_that_is_just_met_or_just_missed(extra, recall, count):
-    """One element of 64, 64 elements of 1: half the mass is the first, unless the last bit says otherwise."""
+    """One element of 64, 64 elements of 1: half the mass is the first, unless the
+    last bit says otherwise."""
     mass = torch.ones(1, 65)
     mass[0, 20], mass[0, 30] = 64, 1 + extra
     segments = _segments([[65]], 0, [(0, 64, 0)], 1, 0)

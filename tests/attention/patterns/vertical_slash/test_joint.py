@@ -117,7 +117,8 @@ LEVEL_SCORES = [2 ** (-1 - 1.6 * level) for level in range(16)]
 
 
 def _gain(known: Known, distance: int, level: float, first: dict[int, float]) -> float:
-    """The mass of a slash outside the verticals of this score, and the cost of the verticals on it."""
+    """The mass of a slash outside the verticals of this score, and the cost of
+    the verticals on it."""
     first_block = known.start // BLOCK
     gain = 0.0
     for row, position in known.rows.items():

@@ -62,7 +62,8 @@ def test_spread_rows_by_hand():
 
 
 def test_last_rows_and_one_of_each_part_before_them_by_hand():
-    """With one last row out of 4: three parts of 4 tokens from 4 on, drawn as without it, and row 16."""
+    """With one last row out of 4: three parts of 4 tokens from 4 on, drawn as
+    without it, and row 16."""
     spans = _spans(Documents([[4, 13]]), 24)
     rows = spread_rows(spans, 4, 24, BLOCK, seed=0, last=1)
     [first, second, third, last] = _positions(rows, 0)

@@ -38,9 +38,9 @@ class Segments(NamedTuple):
     sequence: Tensor  # int32 [N], the sequence of each row
     segment: Tensor  # int32 [B, L], the segment of each element, n for none
     bounds: Tensor
-    """int32 [B, n, 5]: the segment's first position, the one behind its last, the least and the most
-    elements chosen, and how many of its first elements are always on. Of the two bounds on the count
-    the most wins. Elements that are always on are chosen in addition."""
+    """int32 [B, n, 5]: the segment's first position, the one behind its last, the least and the
+    most elements chosen, and how many of its first elements are always on. Of the two bounds on the
+    count the most wins. Elements that are always on are chosen in addition."""
 
 
 def smallest_sets(

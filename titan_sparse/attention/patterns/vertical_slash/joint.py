@@ -1,11 +1,12 @@
-"""budget = "joint": verticals and slashes above a threshold, which reach the recall in the least time.
+"""budget = "joint": verticals and slashes above a threshold, which reach the
+recall in the least time.
 
 The score of a candidate is its attention mass per pair of tokens, over the time of a pair. The
 formulas are in titan_sparse/kernels/selection/README.md. Each head has its own threshold, at which
 it reaches the recall.
 
-Masses stay where their keys are. In addition to those of look() there are two collectives: the gains of
-slashes are added up, and what each rank would choose is gathered, one byte a key.
+Masses stay where their keys are. In addition to those of look() there are two collectives: the
+gains of slashes are added up, and what each rank would choose is gathered, one byte a key.
 """
 
 from typing import NamedTuple
@@ -140,9 +141,9 @@ def choose(
 def _histograms(
     q: Tensor, k: Tensor, plan: JointPlan, cp: ContextParallel, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Bins of all slashes uint8 [B, Hq, E], and their number in each bin [B, Hq, n, BINS]; then bins
-    uint8 [B, Hq, n_local, b] of this rank's verticals, the mass of verticals and slashes in each bin,
-    and the number of verticals, [B, Hq, n, BINS]."""
+    """Bins of all slashes uint8 [B, Hq, E], and their number in each bin [B, Hq, n, BINS]; then
+    bins uint8 [B, Hq, n_local, b] of this rank's verticals, the mass of verticals and slashes in
+    each bin, and the number of verticals, [B, Hq, n, BINS]."""
     probe, keys, lse = look(q, k, plan.geometry, cp, scale)
     free = probe._replace(start=plan.free_start, stop=plan.free_stop)
     module = kernels if by_kernels(k, cp.block_size) else kernels.naive

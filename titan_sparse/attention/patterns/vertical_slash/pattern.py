@@ -42,8 +42,8 @@ class VerticalSlashIndex(BlockIndex):
     has_table_kernels: ClassVar[bool] = True
     shortens_rings: ClassVar[bool] = True
     slashes: Tensor
-    """bool [B, Hq, E]; entry spans.offset[d] + delta is the slash of block pairs at distance delta in
-    span d."""
+    """bool [B, Hq, E]; entry spans.offset[d] + delta is the slash of block pairs at
+    distance delta in span d."""
     spans: Spans
     most_blocks: int
     """Bound on the KV blocks that a query block meets."""
@@ -130,8 +130,8 @@ class VerticalSlashIndex(BlockIndex):
         diagonal, and the earlier one has that tile already, because local_slashes is 1 or more. So
         the entries of the first span are enough.
         """
-        # [B, 1, nq, 1] each: first entry of the span, its first block, the block from which on short
-        # documents are computed whole.
+        # [B, 1, nq, 1] each: first entry of the span, its first block, the block from which on
+        # short documents are computed whole.
         spans = self.block_spans(q_blocks)[:, None, :, None]
         begin, first_block, _, _, dense_from = spans.unbind(-1)
         # [B or 1, H or 1, nq, m]
@@ -153,8 +153,9 @@ class VerticalSlashIndex(BlockIndex):
         return [self.slashes, self.verticals, self.capped]
 
     def block_spans(self, q_blocks: Tensor) -> Tensor:
-        """int32 [B, nq, 5]: what selects() and kernels/block_tables.py look up for each query block:
-        offset (-1 for no span) and first block of the two spans that it touches, then its dense_from.
+        """int32 [B, nq, 5]: what selects() and kernels/block_tables.py look up for each query
+        block: offset (-1 for no span) and first block of the two spans that it touches, then
+        its dense_from.
         """
         spans = self.spans
         slot = spans_of_blocks(spans, q_blocks, self.block_size)
@@ -241,7 +242,8 @@ class VerticalSlash(Pattern, VerticalSlashOptions):
         )
 
     def most_blocks(self, seq_len: int, block_size: int, packed: bool) -> int:
-        """Upper bound, independent of the data, on the KV blocks that a query block meets by slashes.
+        """Upper bound, independent of the data, on the KV blocks that a query
+        block meets by slashes.
 
         It counts the cap of each span that the block may touch (two in a packed sequence) and short
         documents. All blocks where there is no cap.
