@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from titan_sparse.commands import in_tokens, parser_of, positive, refuses
 from titan_sparse.config import Config, check, world_from_environment
-from titan_sparse.config.reading import lengths_of, require
+from titan_sparse.config.reading import lengths_of, refuse_ignored, require
 from titan_sparse.data import Tokenizer, open_tokenizer
 from titan_sparse.data.documents import open_documents
 from titan_sparse.evaluation import needle, pictures, position
@@ -34,7 +34,6 @@ from titan_sparse.training.load import (
     find_checkpoint,
     load_for_evaluation,
     of_other_patterns,
-    refuse_ignored,
 )
 from titan_sparse.training.metrics import json_ready
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from titan_sparse.commands import parser_of, positive, refuses
 from titan_sparse.config import Config, check, world_from_environment
 from titan_sparse.config.changes import read_saved
-from titan_sparse.config.reading import load_config, require
+from titan_sparse.config.reading import load_config, refuse_ignored, require
 from titan_sparse.data import Tokenizer, open_tokenizer
 from titan_sparse.data.chat_template import ChatTemplate, load_template
 from titan_sparse.evaluation.generation import decoded, encode_prompt, refuse_linear_layers, stream
@@ -34,7 +34,6 @@ from titan_sparse.training.load import (
     find_config,
     load_for_evaluation,
     of_other_patterns,
-    refuse_ignored,
 )
 
 

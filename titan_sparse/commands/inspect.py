@@ -18,13 +18,13 @@ from pathlib import Path
 from titan_sparse.commands import in_tokens, parser_of, positive, refuses
 from titan_sparse.commands.evaluate import origin_of, parse_with_weights
 from titan_sparse.config import Config, check, world_from_environment
-from titan_sparse.config.reading import layers_of, require
+from titan_sparse.config.reading import layers_of, refuse_ignored, require
 from titan_sparse.data import open_tokenizer
 from titan_sparse.data.documents import open_documents
 from titan_sparse.evaluation.inspection import figures, inspect_layer, inspect_layers, summary
 from titan_sparse.evaluation.position import first_windows
 from titan_sparse.models.flavours import resolve
-from titan_sparse.training.load import build_scorer, find_checkpoint, refuse_ignored
+from titan_sparse.training.load import build_scorer, find_checkpoint
 
 
 @refuses

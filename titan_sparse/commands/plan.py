@@ -25,7 +25,7 @@ from titan_sparse.attention.observe import worker_imbalance
 from titan_sparse.attention.patterns import BlockIndex
 from titan_sparse.commands import in_tokens, parser_of, positive, refuses
 from titan_sparse.config import Config, check, padding_multiple, resolve_overlap_stages
-from titan_sparse.config.reading import given_keys, load_config, require
+from titan_sparse.config.reading import KINDS, load_config, refuse_ignored, require
 from titan_sparse.estimate.constants import costs_of, costs_of_run, load_constants, shape_of
 from titan_sparse.estimate.indexes import load_indexes, ragged_lengths, random_index
 from titan_sparse.estimate.planner import LayerPlan, LayerWork, Setting, count, plan_layer
@@ -141,7 +141,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config, list[tuple[str,
     require(not named, "--config is not an option here; write titan-sparse plan FILE")
     require(args.config is not None, "the file is missing; write titan-sparse plan FILE")
     config = load_config(["--config", args.config, *rest])
-    _refuse_ignored(args, given_keys(rest))
+    refuse_ignored(rest, _reasons(args))
     args.ranks = args.ranks or config.parallelism.cp
     args.nodes = args.nodes or -(-args.ranks // min(config.parallelism.cp_intra or 8, args.ranks))
     require(
@@ -186,9 +186,8 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config, list[tuple[str,
     return args, config, list(dict.fromkeys(pairs))
 
 
-def _refuse_ignored(args: argparse.Namespace, keys: set[str]) -> None:
-    """Raises ConfigError for a key of the command line that the plan does not depend on, or that
-    another option decides."""
+def _reasons(args: argparse.Namespace) -> dict[str, str]:
+    """The keys that the plan does not depend on, or that another option decides, and why."""
     decided = {
         "parallelism.cp": args.ranks and "--ranks",
         "parallelism.cp_intra": args.nodes and "--nodes",
@@ -197,15 +196,11 @@ def _refuse_ignored(args: argparse.Namespace, keys: set[str]) -> None:
         "attention.schedule": args.schedule and "--schedule",
         "attention.mask": not args.index and "--documents, or one document without it,",
     }
-    for key in sorted(keys):
-        by = decided.get(key)
-        require(
-            not by, f"command line: {key} would be ignored, as {by} decides over it; leave it out"
-        )
-        require(
-            key in decided or key.startswith(_READ),
-            f"command line: {key} would be ignored, as no plan depends on it; leave it out",
-        )
+    reasons = {key: f"as {by} decides over it" for key, by in decided.items() if by}
+    for key in KINDS:
+        if key not in decided and not key.startswith(_READ):
+            reasons[key] = "as no plan depends on it"
+    return reasons
 
 
 def read_indexes(

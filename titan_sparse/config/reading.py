@@ -294,6 +294,14 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+def refuse_ignored(words: Iterable[str], reasons: dict[str, str]) -> None:
+    """Raises ConfigError for a key among `words` that has a reason why it would be ignored, such as
+    "with --lengths"; "" is none."""
+    for key in sorted(given_keys(words)):
+        reason = reasons.get(key)
+        require(not reason, f"command line: {key} would be ignored {reason}; leave it out")
+
+
 def clash(
     config: Config, key: str, other: str, instead: str = "", why: str = "does not go with"
 ) -> NoReturn:

@@ -4,7 +4,6 @@ Hugging Face folder."""
 import dataclasses
 import math
 import os
-from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 
@@ -161,13 +160,6 @@ def load_for_evaluation(
             f"command line: {key} = {show(asked.get(key))} would be ignored, as {reason}; leave it out",
         )
     return config
-
-
-def refuse_ignored(words: Iterable[str], reasons: dict[str, str]) -> None:
-    """Raises ConfigError for a key among `words` that has a reason why it would be ignored."""
-    for key in sorted(given_keys(words)):
-        reason = reasons.get(key)
-        require(not reason, f"command line: {key} would be ignored {reason}; leave it out")
 
 
 def of_other_patterns(config: Config) -> dict[str, str]:

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from titan_sparse.config import Config, Refusal, check, world_from_environment
 from titan_sparse.config.checking import chat_template_kwargs
-from titan_sparse.config.reading import as_words, require, tokens
+from titan_sparse.config.reading import as_words, refuse_ignored, require, tokens
 from titan_sparse.config.sources import tokenizer_name
 from titan_sparse.data.chat_template import as_prepared, run_texts
 from titan_sparse.data.tokenizer import Tokenizer, open_tokenizer, read_tokenizer
@@ -42,7 +42,6 @@ from titan_sparse.training.load import (
     find_config,
     load_for_evaluation,
     of_other_patterns,
-    refuse_ignored,
 )
 
 logger = logging.getLogger("titan_sparse")
