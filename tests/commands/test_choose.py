@@ -98,7 +98,8 @@ def test_heads_at_their_caps_are_counted(folder, capsys):
 
 
 def test_the_lines_to_write_hold_what_was_measured(folder):
-    words = [*_words(folder, "lines"), "--attention.xattention.stride=8"]
+    (folder / "other.toml").write_text("[attention.xattention]\nstride = 8\n")
+    words = [*_words(folder, "lines"), f"--config={folder}/other.toml"]
     words = words_of_runs(str(folder / "model"), 2, words[8:])
     for name, config in configurations(words, 400, folder / "lines").items():
         path = folder / "lines.toml"
@@ -115,7 +116,7 @@ def test_nothing_is_measured_where_nothing_is_sparse(folder, capsys):
     # As a configuration for training has them.
     (folder / "run.toml").write_text(
         "[validation]\nenable = true\nevery = 9\n[metrics]\npictures_every = 10\n"
-        "[checkpoint]\nenable = true\nlast_save_in_hf = true\n"
+        "[checkpoint]\nenable = true\nlast_save_in_hf = true\n[profiling]\nenable = true\n"
     )
     words = [*_words(folder, "short"), "--config", str(folder / "run.toml")]
     below = words.index("--attention.vertical_slash.dense_below") + 1
@@ -137,6 +138,7 @@ def test_nothing_is_measured_where_nothing_is_sparse(folder, capsys):
     [
         *("--optimizer.lr=1", "--attention.vertical_slash.recall=0.5", "--validation.every=3"),
         *("--guard.enable=false", "--lr_scheduler.decay_type=linear"),
+        *("--attention.xattention.stride=8", "--profiling.steps=3"),
     ],
 )
 def test_what_it_would_ignore_is_refused(folder, capsys, word):

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from titan_sparse.commands import in_tokens, parser_of, positive, refuses
 from titan_sparse.config import Config, check, world_from_environment
+from titan_sparse.config.checking import of_other_patterns
 from titan_sparse.config.reading import lengths_of, refuse_ignored, require
 from titan_sparse.data import Tokenizer, open_tokenizer
 from titan_sparse.data.documents import open_documents
@@ -33,7 +34,6 @@ from titan_sparse.training.load import (
     build_scorer,
     find_checkpoint,
     load_for_evaluation,
-    of_other_patterns,
 )
 from titan_sparse.training.metrics import json_ready
 

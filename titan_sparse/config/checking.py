@@ -15,6 +15,7 @@ from titan_sparse.config.reading import (
     layers_of,
     lengths_of,
     load,
+    refuse_ignored,
     require,
     show,
 )
@@ -505,3 +506,25 @@ def ignored_options(config: Config, section: str | None = None) -> Iterator[tupl
             key = f"{of_section}.{name}"
             if attrgetter(key)(config) != attrgetter(key)(default):
                 yield key, rule
+
+
+def of_other_patterns(config: Config) -> dict[str, str]:
+    """The options of patterns that `config` does not use, and the reason why
+    they would be ignored."""
+    pattern = config.attention.pattern
+    # Only patterns have sections within a section.
+    keys = (key for key in KINDS if key.count(".") > 1)
+    reason = f"with attention.pattern = {show(pattern)}"
+    return {key: reason for key in keys if not key.startswith(f"attention.{pattern}.")}
+
+
+def refuse_unused(config: Config, words: list[str]) -> None:
+    """Raises ConfigError for words of the command line that set what `config` leaves off. Files may
+    hold such keys, so that one line switches them on."""
+    reasons = of_other_patterns(config)
+    for name in ("checkpoint", "profiling"):
+        section = getattr(config, name)
+        if not section.enable:
+            unused = vars(section).keys() - {"enable"}
+            reasons |= {f"{name}.{key}": f"with {name}.enable = false" for key in unused}
+    refuse_ignored(words, reasons)
