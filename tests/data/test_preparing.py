@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 
 from tests.data.helpers import (
+    CHATML,
     END,
     GLM,
     PLAIN,
@@ -26,6 +28,7 @@ from tests.data.helpers import (
     train_tokenizer,
     write_rows,
     write_texts,
+    write_tokenizer,
 )
 from tests.refusals import error_of
 from titan_sparse.commands.prepare_data import main, show_histogram
@@ -35,6 +38,8 @@ from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import MDSRows, Recipe, open_rows
 from titan_sparse.data.shards import TokenShards, write_shard
 from titan_sparse.data.tokenizer import ByteTokenizer, load_tokenizer
+
+ASKED = [{"role": "user", "content": "a"}]
 
 
 @pytest.mark.parametrize("ending", [".txt", ".jsonl.zst", ".parquet"])
@@ -125,6 +130,33 @@ def test_what_cannot_be_prepared_is_refused(tmp_path, monkeypatch, capsys, words
     monkeypatch.chdir(tmp_path)
     prepared(tmp_path)
     assert reason in error_of(capsys, main, *words.split(), "--processes=1")
+
+
+@pytest.mark.parametrize(
+    ("row", "words", "said"),
+    [
+        ({"text": 5}, "", 'correct it, or write (--bad-rows "skip")'),
+        ({"text": "\ud800"}, "", 'correct it, or write (--bad-rows "skip")'),
+        ({"prompt": "a", "completion": "b"}, "", 'or (--format "prompt_completion") if the rows'),
+        (
+            {"messages": ASKED},
+            "--format messages --tokenizer tokenizer",
+            '(--bad-rows "skip")',
+        ),
+    ],
+)
+def test_refusals_advise_options_of_the_command(tmp_path, monkeypatch, capsys, row, words, said):
+    """What they advise is taken. Configurations have the same options as keys of [data]."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    write_tokenizer(tmp_path / "tokenizer", CHATML)
+    good = {"text": "b", "messages": [*ASKED, {"role": "assistant", "content": "b"}]}
+    good = {name: good[name] for name in row if name in good} or row
+    write_rows(tmp_path / "rows.jsonl", [row, good])
+    words = ["rows.jsonl", "out", "--processes=1", *words.split()]
+    error = error_of(capsys, main, *words)
+    assert (found := re.search(said, error)) and not re.search(r"data\.(?!source)", error)
+    assert main([*words, *shlex.split(found[1])]) == 0
 
 
 @pytest.mark.parametrize("place", ["texts/z.jsonl", "disk/deep/z.jsonl", "blobs/4f2a"])
