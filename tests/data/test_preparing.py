@@ -30,7 +30,7 @@ from tests.data.helpers import (
     write_texts,
     write_tokenizer,
 )
-from tests.refusals import error_of
+from tests.refusals import error_of, room_for
 from titan_sparse.commands.prepare_data import main, show_histogram
 from titan_sparse.data import preparing
 from titan_sparse.data.documents import READER
@@ -157,6 +157,20 @@ def test_refusals_advise_options_of_the_command(tmp_path, monkeypatch, capsys, r
     error = error_of(capsys, main, *words)
     assert (found := re.search(said, error)) and not re.search(r"data\.(?!source)", error)
     assert main([*words, *shlex.split(found[1])]) == 0
+
+
+def test_a_full_disk_is_named(tmp_path, monkeypatch, capsys):
+    """That of the cache, or that of the folder."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    write_rows(tmp_path / "rows.jsonl", [{"text": "a" * 5000}])
+    words = [f"{tmp_path}/rows.jsonl", f"{tmp_path}/out", "--processes=1"]
+    with room_for(100):
+        error = error_of(capsys, main, *words)
+    assert f"{tmp_path}/cache/titan_sparse'" in error and "File too large" in error
+    with room_for(8000):
+        error = error_of(capsys, main, *words)
+    assert f"File too large: '{tmp_path}/out'" in error
+    assert main(words) == 0
 
 
 @pytest.mark.parametrize("place", ["texts/z.jsonl", "disk/deep/z.jsonl", "blobs/4f2a"])

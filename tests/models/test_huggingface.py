@@ -33,7 +33,7 @@ from tests.models.helpers import (
     tokens_and_positions,
 )
 from tests.models.transformers_models import VOCAB, read_model, save_model
-from tests.refusals import error_of, refused
+from tests.refusals import error_of, refused, room_for
 from tests.runs import tiny_config, train
 from titan_sparse.commands.export_hf import main as export_hf
 from titan_sparse.config import Config, Model, check_start, save
@@ -425,7 +425,11 @@ def test_a_run_from_hugging_face_and_back(texts, capsys):
         assert torch.equal(x.full_tensor(), out[huggingface_name(name)])
     dist.destroy_process_group()
     before = _files(run)
-    assert export_hf([str(run), str(texts / "out")]) == 0
+    with room_for(100):
+        error = error_of(capsys, export_hf, str(run), str(texts / "out"))
+    assert f"{texts}/out.incomplete/model.safetensors cannot be written: " in error
+    assert export_hf([str(run), f"{texts}/out/"]) == 0
+    assert not list(texts.rglob("*.incomplete"))
     half = [str(texts / "half"), "--dtype", "bfloat16"]
     assert export_hf([str(run / "checkpoint/step-2"), *half]) == 0
     assert _files(run) == before

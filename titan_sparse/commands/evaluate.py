@@ -29,6 +29,7 @@ from titan_sparse.data.documents import open_documents
 from titan_sparse.evaluation import needle, pictures, position
 from titan_sparse.evaluation.answers import Sample, score_samples
 from titan_sparse.evaluation.scorer import Sequence
+from titan_sparse.options.values import full_disk_at
 from titan_sparse.training.attention import sparse_from
 from titan_sparse.training.load import (
     build_scorer,
@@ -76,7 +77,8 @@ def main(words: list[str]) -> int:
                     f"{task}, --lengths {length}: attention was dense, as {config.attention.pattern} leaves out "
                     f"pairs only in documents of {sparse_from(config.attention)} tokens or more"
                 )
-        files = write(results, origin_of(args, config, checkpoint), args.out)
+        with full_disk_at(args.out):
+            files = write(results, origin_of(args, config, checkpoint), args.out)
         print(summary(results))
         print(f"wrote {', '.join(files)} in {args.out}")
     return 0

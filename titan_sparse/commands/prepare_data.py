@@ -26,7 +26,7 @@ from titan_sparse.config import Data, field_docs
 from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import OPTIONS, Recipe
 from titan_sparse.models.huggingface_files import local_folder
-from titan_sparse.options.values import plain
+from titan_sparse.options.values import full_disk_at, plain
 
 REASONS_SHOWN = 10
 """Reasons for which chats are skipped that have a line of their own."""
@@ -42,7 +42,8 @@ def main(words: list[str]) -> int:
         setattr(args, name, folder)
     recipe = Recipe(args.source, **{name: getattr(args, name) for name in OPTIONS})
     try:
-        meta = prepare(recipe, args.out, args.processes)
+        with full_disk_at(args.out):
+            meta = prepare(recipe, args.out, args.processes)
     except ValueError as error:
         raise ValueError(in_flags(str(error))) from error
     except BrokenProcessPool:
