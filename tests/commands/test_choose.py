@@ -3,6 +3,8 @@ one rank against two."""
 
 import json
 import re
+import signal
+import sys
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ import transformers
 from tests.distributed import run_program
 from tests.models.transformers_models import tiny_model
 from tests.refusals import error_of
+from titan_sparse import __main__
+from titan_sparse.commands import choose
 from titan_sparse.commands.choose import (
     choice,
     configurations,
@@ -131,6 +135,24 @@ def test_nothing_is_measured_where_nothing_is_sparse(folder, capsys):
     printed = capsys.readouterr().out
     assert printed.count("measured ") == 1 and "no document of these batches has 390" in printed
     assert [path.name for path in (folder / "short").iterdir()] == ["recall_0.9"]
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_an_interrupt_ends_all_measurements(folder, monkeypatch, step):
+    """Not one run alone, which itself stops as a training run does."""
+    steps = iter(range(1, step + 1))
+    one_step = choose.Trainer.step
+
+    def interrupted(trainer):
+        if next(steps, None) == step:
+            signal.raise_signal(signal.SIGINT)
+        return one_step(trainer)
+
+    monkeypatch.setattr(choose.Trainer, "step", interrupted)
+    out = f"interrupted-{step}"
+    monkeypatch.setattr(sys, "argv", ["titan-sparse", "choose", *_words(folder, out)])
+    assert __main__.main() == 130
+    assert [path.name for path in (folder / out).iterdir()] == ["recall_0.9"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 import torch.distributed as dist
@@ -89,6 +91,17 @@ def test_options_and_refused_combinations_are_printed(capsys):
     assert 'attention.schedule = "double_ring" does not go with parallelism.cp = 1' in printed
     assert "attention.blocks" in error_of(capsys, options.main, "--attention.blocks", "100")
     assert "flags of train.py would be ignored" in error_of(capsys, options.main, "--dry-run")
+
+
+def test_readers_that_have_seen_enough():
+    """Such as head."""
+    program = [sys.executable, "-m", "titan_sparse"]
+    for words in (["options"], ["--help"]):
+        process = subprocess.Popen(
+            [*program, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        process.stdout.close()
+        assert process.stderr.read() == "" and process.wait() == 141
 
 
 COLOR = re.compile("\033\\[\\d+m")

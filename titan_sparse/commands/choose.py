@@ -180,7 +180,8 @@ def measured(name: str, config: Config) -> Row:
             # Without a backward through its layers, a step takes a quarter of the time.
             trainer.model.requires_grad_(False)
             trainer.model.norm.requires_grad_(True)
-        trainer.train()
+        if trainer.train():
+            raise KeyboardInterrupt
         steps = config.training.steps
         # The first step on a CPU also measures recall, and those after it tell the time.
         seconds = []

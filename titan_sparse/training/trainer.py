@@ -185,11 +185,11 @@ class Trainer:
         # Groups made after the world's have torch's own timeout so far, 10 minutes for NCCL.
         self._use_long_timeout()
 
-    def train(self) -> None:
+    def train(self) -> bool:
         """Train from the newest checkpoint to training.steps.
 
         SIGINT or SIGTERM ends the run earlier, after the last step that is finished within
-        training.stop_grace_seconds. Its state is saved.
+        training.stop_grace_seconds. Its state is saved. Returns whether a signal came.
         """
         self._announce()
         with self.signals, self.watch, contextlib.closing(self.loader):
@@ -205,6 +205,7 @@ class Trainer:
         self.metrics.close()
         unlock_run(self.config.training.output_dir)
         report_end(self.config, began_after, self.progress.step, stopped)
+        return stopped
 
     def _load(self) -> None:
         """Resume from the run's newest checkpoint, else read model.initial_hf, if any."""
