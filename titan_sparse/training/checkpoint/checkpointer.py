@@ -337,5 +337,5 @@ class Checkpointer:
 
 
 def _restarts() -> int:
-    """How often this job has been started again."""
+    """The number of times that this job has been started again."""
     return sum(int(os.environ.get(name, 0)) for name in _RESTARTS)
