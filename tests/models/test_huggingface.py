@@ -443,6 +443,17 @@ def test_a_run_from_hugging_face_and_back(texts, capsys):
     assert transformers.AutoModelForCausalLM.from_pretrained(written).config.vocab_size == VOCAB
     for source, message in ((texts, "holds no complete checkpoint"), (run, "already there")):
         assert message in error_of(capsys, export_hf, str(source), str(texts / "out"))
+    # The file to correct is named, as the command takes no keys.
+    moved = texts / "moved"
+    moved.mkdir()
+    (moved / "checkpoint").symlink_to(run / "checkpoint")
+    config = (run / "config.toml").read_text()
+    for key in (f'initial_hf = "{texts}/in"', 'tokenizer = "bytes"'):
+        elsewhere = f'{key.partition(" ")[0]} = "{texts}/elsewhere"'
+        assert config.count(key) == 1
+        (moved / "config.toml").write_text(config.replace(key, elsewhere))
+        error = error_of(capsys, export_hf, str(moved), str(texts / "again"))
+        assert f"error: {moved}/config.toml: " in error and elsewhere in error
     # A head of its own is not dropped.
     set_values(texts / "in", tie_word_embeddings=True)
     error = error_of(capsys, export_hf, str(run / "checkpoint/step-2"), str(texts / "again"))
