@@ -142,14 +142,14 @@ class Recording:
         """After a selection, for which this rank sent so much."""
         self.bytes_of_selection += bytes_sent
 
-    def begin_trade(self, cp: ContextParallel, device: torch.device) -> recorder.Moment:
-        """Before tokens are traded for heads, or heads for tokens."""
+    @contextlib.contextmanager
+    def trading(self, cp: ContextParallel, device: torch.device, before: bool) -> Iterator[None]:
+        """Around a trade, as recorder.trading()."""
         self.sent_before = self.sent_before or _sent(cp)
-        return recorder.mark(device)
-
-    def end_trade(self, interval: tuple[recorder.Moment, recorder.Moment], before: bool) -> None:
+        began = recorder.mark(device)
+        yield
         trades = self.trades if before else self.calls[-1].trades
-        trades.append(interval)
+        trades.append((began, recorder.mark(device)))
 
     def begin(self, call: AttentionCall) -> None:
         """Before a forward."""
