@@ -44,10 +44,10 @@ from titan_sparse.models.initialization import initialize
 from titan_sparse.models.lora import adapter_shapes, add_adapters
 from titan_sparse.options.values import show
 from titan_sparse.training.attention import (
+    block_table,
     build_attends,
     build_context_parallel,
     build_layer_masks,
-    build_mask,
     build_shard,
 )
 from titan_sparse.training.checkpoint.folders import newest_checkpoint
@@ -307,7 +307,7 @@ def build_run_scorer(
 
     def masks(lengths: list[list[int]], seq_len: int) -> tuple[Any, Tensor | None]:
         # Probes have no seed and use fixed rows: results do not depend on a step.
-        table = cp.balance(build_mask(attention, lengths).rows(seq_len, device)).table
+        table = block_table(attention, cp, lengths, seq_len)
         built = build_layer_masks(attention, model_config, lengths, seq_len, cp, device, table)
         return built, table
 
