@@ -30,13 +30,14 @@ from titan_sparse.attention import attend
 from titan_sparse.attention.backends import choose
 from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.masks.ranges import Causal, MaskRanges, SlidingWindow
-from titan_sparse.attention.observe import count_visits, recording
+from titan_sparse.attention.observe import recording
 from titan_sparse.attention.patterns import BlockIndex, Dense, VerticalSlash
 from titan_sparse.commands import parser_of, refuses
 from titan_sparse.config import world_from_environment
 from titan_sparse.config.reading import require, tokens
 from titan_sparse.data.shards import write_json
 from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS
+from titan_sparse.estimate.visits import count_visits
 from titan_sparse.training.faults.process_groups import choose_device, init_distributed
 
 BLOCK_SIZE = 128

@@ -27,9 +27,9 @@ from titan_sparse.attention.context_parallel.schedules import (
 )
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.masks.visibility import seen_blocks, seen_chunks, visible_pairs
-from titan_sparse.attention.observe import Visits, by_step, count_visits
 from titan_sparse.attention.patterns import BlockIndex
 from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS, Constants, KVShape
+from titan_sparse.estimate.visits import Visits, by_step, count_visits
 
 
 @dataclass(frozen=True)
