@@ -21,7 +21,7 @@ from titan_sparse.config import (
     world_from_environment,
 )
 from titan_sparse.config.changes import read_saved
-from titan_sparse.config.checking import ignored_options
+from titan_sparse.config.ignored import ignored_options
 from titan_sparse.config.reading import KINDS, given_keys, load_config, require
 from titan_sparse.config.sources import (
     has_chats,
