@@ -157,14 +157,14 @@ class Recording:
             self.timed = recorder.TimedCall(cp, call.mask.start.device)
             self.timed.trades, self.trades = self.trades, []
 
-    def forward(self, call: AttentionCall, batch: int) -> None:
+    def forward(self, call: AttentionCall) -> None:
         """After a forward of the whole sequence or of a share of it."""
         if self.timed is not None:
             self.timed.ended = recorder.mark(self.timed.device)
             self.calls.append(self.timed)
             self.timed = None
         # [B, Hq]
-        in_blocks, in_verticals = visited_pairs(call, batch)
+        in_blocks, in_verticals = visited_pairs(call)
         # [2, B, Hq], then averaged over sequences
         visited = torch.stack([in_blocks + in_verticals, in_blocks])
         if call.cp.whole.size > 1:
@@ -241,7 +241,7 @@ def _sent(cp: ContextParallel) -> list[int]:
     return [cp.bytes_sent, cp.plain_ring_bytes, cp.sent["verticals"]]
 
 
-def visited_pairs(call: AttentionCall, batch: int) -> tuple[Tensor, Tensor]:
+def visited_pairs(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Pairs of tokens computed for this rank's queries, float64 [B, Hq]: those in selected blocks,
     and those of verticals outside them."""
     index = call.index
@@ -256,7 +256,7 @@ def visited_pairs(call: AttentionCall, batch: int) -> tuple[Tensor, Tensor]:
     key = ("pairs by block", call.cp.key, call.first, call.last)
     allowed = once_per_mask(ranges, key, lambda: pairs_by_block(ranges, query_blocks, size))
     # [B, Hq]
-    in_blocks = torch.zeros(batch, index.heads, dtype=torch.float64, device=allowed.device)
+    in_blocks = torch.zeros(index.batch, index.heads, dtype=torch.float64, device=allowed.device)
     shares = (query_blocks.split(_Q_BLOCKS_AT_ONCE), allowed.split(_Q_BLOCKS_AT_ONCE, dim=1))
     for q_blocks, allowed_pairs in zip(*shares, strict=True):
         # [B, Hq, nq, blocks]

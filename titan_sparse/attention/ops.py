@@ -220,7 +220,7 @@ def _forward(
         observer.begin(bound)
     out, lse, vertical_kv = loop.forward(bound, q_share, k_share, v_share)
     if observer:
-        observer.forward(bound, len(q))
+        observer.forward(bound)
         # Parts of a sequence are reported as a layer once they are joined.
         if not bound.is_partial:
             observer.layer(bound, q_share, k_share, lse)

@@ -135,7 +135,7 @@ def plan_layer(layer: LayerWork, setting: Setting, constants: Constants) -> Laye
     else:
         work, forward, backward = planner.ring()
     # The mask is the same for all heads, and one mask may stand for all sequences.
-    sequences_per_mask = len(layer.index.verticals) // len(layer.ranges.start)
+    sequences_per_mask = layer.index.batch // len(layer.ranges.start)
     visible = visible_pairs(layer.ranges).sum().item() * layer.index.heads * sequences_per_mask
     return LayerPlan(setting, work.sum().item() / visible, work, forward, backward)
 

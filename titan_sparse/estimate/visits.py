@@ -39,13 +39,12 @@ def count_visits(index: BlockIndex, ranges: MaskRanges, table: Tensor) -> Visits
     rank."""
     ranks = len(table)
     blocks = index.all_blocks()
-    batch, heads = index.verticals.shape[:2]
-    size = index.block_size
+    batch, size = index.batch, index.block_size
     owner = torch.empty_like(blocks)
     owner[table] = torch.arange(ranks, device="cpu")[:, None]
     # [W, blocks], by rank and block of keys: tiles of both kinds, and pairs of the partial ones.
     full, partial, cut_pairs = torch.zeros(3, ranks, len(blocks), dtype=torch.int64, device="cpu")
-    at_once = max(1, _ELEMENTS // (batch * heads * len(blocks)))
+    at_once = max(1, _ELEMENTS // (batch * index.heads * len(blocks)))
     for q_blocks in blocks.split(at_once):
         rank = owner[q_blocks]
         for first, last, is_whole in _parts_of_keys(ranges, q_blocks, size):

@@ -30,8 +30,8 @@ class AllGather(Transport):
         self.rectangles = _rectangles(call, q) if call.backend.DENSE_BY_CHUNK else []
         self.scattered: list[list[Pending]] = []
         # Made once for all heads, those of verticals when the first heads meet them.
-        self.tiles = functools.cache(functools.partial(call.tiles_of_rank, len(k), None))
-        vertical_tiles = functools.cache(functools.partial(call.tiles_of_verticals, len(k)))
+        self.tiles = functools.cache(functools.partial(call.tiles_of_rank, None))
+        vertical_tiles = functools.cache(call.tiles_of_verticals)
 
         kv_heads = k.shape[1]
         head_bytes = 2 * call.cp.size * k[:, :1].nbytes

@@ -77,6 +77,10 @@ class BlockIndex:
         return self.verticals.shape[-1] > 0
 
     @property
+    def batch(self) -> int:
+        return self.verticals.shape[0]
+
+    @property
     def heads(self) -> int:
         return self.verticals.shape[1]
 
