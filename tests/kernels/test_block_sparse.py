@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.reference import by_token, relative_error
+from tests.reference import DEVICE, by_token, relative_error
 from tests.slice_cases import random_legal
 from titan_sparse.attention.backends import BACKENDS, base
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
@@ -22,8 +22,6 @@ from titan_sparse.kernels import block_sparse
 from titan_sparse.kernels.block_sparse import ChosenChunks, Piece
 
 triton, eager = BACKENDS["triton"], BACKENDS["eager"]
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class RandomIndex(BlockIndex):

@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from tests.attention.problems import RANGES, SEQ_LEN
-from tests.reference import structured_qkv
+from tests.reference import DEVICE, structured_qkv
 from titan_sparse.attention import tiles
 from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.masks.ranges import SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.kernels.compact import unpack
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZE = 16
 # Windows that begin where blocks do, for the first query of a block, as that of
 # 65, and for the last.

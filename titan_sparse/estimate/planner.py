@@ -148,7 +148,7 @@ class _Planner:
         self.setting = setting
         self.constants = constants
         shape = layer.shape
-        tokens = len(layer.index.verticals) * layer.ranges.start.shape[1]
+        tokens = layer.index.batch * layer.ranges.start.shape[1]
         # Of K and V of one rank.
         elements = 2 * tokens * shape.kv_heads * shape.head_dim // setting.ranks
         self.key_bytes = elements * shape.element_bytes
