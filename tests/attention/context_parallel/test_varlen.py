@@ -97,7 +97,7 @@ def test_equals_attention_over_tiles(name, monkeypatch):
     # The backward computes one of two KV heads at a time.
     monkeypatch.setattr(flex, "ENOUGH_BLOCKS", 1)
     monkeypatch.setattr(eager, "SERVES_DENSE", True)
-    monkeypatch.setattr(eager, "serves_dense", lambda q, shape: True)
+    monkeypatch.setattr(eager, "serves_dense", lambda shape: True)
     monkeypatch.setattr(eager, "dense_forward", flex.Flex().dense_forward)
     monkeypatch.setattr(eager, "dense_backward", flex.Flex().dense_backward)
     assert_equal(p.results(**options), want, tolerance=1e-11)

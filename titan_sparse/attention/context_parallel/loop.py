@@ -215,7 +215,7 @@ class OneRank(Transport):
     def __init__(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, backward: bool):
         super().__init__(call, q, k, v, backward)
         tiles = functools.partial(call.tiles_of_rank, 0)
-        packing = dense.packing_of(call, q, k) if call.backend.SERVES_DENSE else None
+        packing = dense.packing_of(call, k) if call.backend.SERVES_DENSE else None
         self.step = Step(0, k, v, tiles, packing)
         self.groups = [Group(call, slice(None), steps=1)]
 

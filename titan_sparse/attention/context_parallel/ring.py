@@ -57,7 +57,8 @@ class Ring(Transport):
             call = self.groups[at.group].call
             tiles = functools.partial(call.tiles_of_rank, at.source)
             k, v = at.chunk[0]
-            step = Step(at.group, k, v, tiles, rectangle_of(self.call, self.q, at.source))
+            rectangle = rectangle_of(self.call, self.q.shape[2], at.source)
+            step = Step(at.group, k, v, tiles, rectangle)
             yield step
             if self.backward:
                 at.gradient = _stacked(step.d_kv, self.call.sum_dtype(self.q))
