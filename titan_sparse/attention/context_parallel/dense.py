@@ -74,18 +74,21 @@ def packing_of(call: AttentionCall, k: Tensor) -> Rectangle | None:
     if call.is_partial:
         return None
     batch = len(k)
-    find = find_packing
-    if call.mask.offsets is not None and len(call.mask.start) == batch:
-        find = known_packing
-    packing = once_per_mask(call.mask, ("packing", batch), lambda: find(call.mask, batch))
+
+    def find() -> Rectangle | None:
+        if call.mask.offsets is not None and len(call.mask.start) == batch:
+            return known_packing(call.mask)
+        return find_packing(call.mask, batch)
+
+    packing = once_per_mask(call.mask, ("packing", batch), find)
     if packing is None or not call.backend.serves_dense(packing.shape):
         return None
     return packing
 
 
-def known_packing(ranges: MaskRanges, batch: int) -> Rectangle:
-    """The rectangle of a mask with offsets for `batch` sequences. Nothing in it depends on numbers
-    that only the device knows, so that a CUDA graph can be replayed with other documents."""
+def known_packing(ranges: MaskRanges) -> Rectangle:
+    """The rectangle of a mask with offsets for all sequences. Nothing in it depends on numbers that
+    only the device knows, so that a CUDA graph can be replayed with other documents."""
     seq_len = ranges.start.shape[1]
     shape = DenseShape(
         causal=True,
