@@ -34,8 +34,8 @@ from titan_sparse.models.huggingface_files import weights_digest
 from titan_sparse.models.lora import peft_config
 from titan_sparse.training.attention import why_dense
 from titan_sparse.training.checkpoint.folders import FOLDER, newest_checkpoint, step_folder
-from titan_sparse.training.dry_run import step_of
 from titan_sparse.training.run_folder import versions
+from titan_sparse.training.step_shape import step_of
 from titan_sparse.training.validation import Validator
 
 logger = logging.getLogger("titan_sparse")
