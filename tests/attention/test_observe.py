@@ -13,14 +13,9 @@ from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.context_parallel.schedules import SCHEDULES
 from titan_sparse.attention.masks import Causal, Documents, SlidingWindow
 from titan_sparse.attention.masks.ranges import token_positions
-from titan_sparse.attention.observe import (
-    Visits,
-    by_step,
-    count_visits,
-    recording,
-    worker_imbalance,
-)
+from titan_sparse.attention.observe import recording, worker_imbalance
 from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash, XAttention
+from titan_sparse.estimate.visits import Visits, by_step, count_visits
 
 BLOCK = 8
 SPARSE = VerticalSlash(
