@@ -30,13 +30,14 @@ from titan_sparse.attention import attend
 from titan_sparse.attention.backends import choose
 from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.masks.ranges import Causal, MaskRanges, SlidingWindow
-from titan_sparse.attention.observe import count_visits, recording
+from titan_sparse.attention.observe import recording
 from titan_sparse.attention.patterns import BlockIndex, Dense, VerticalSlash
-from titan_sparse.commands import parser_of, refuses
+from titan_sparse.commands import in_tokens, parser_of, refuses
 from titan_sparse.config import world_from_environment
-from titan_sparse.config.reading import require, tokens
+from titan_sparse.config.reading import require
 from titan_sparse.data.shards import write_json
 from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS
+from titan_sparse.estimate.visits import count_visits
 from titan_sparse.training.faults.process_groups import choose_device, init_distributed
 
 BLOCK_SIZE = 128
@@ -68,7 +69,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser = parser_of(__doc__, "scripts.calibrate")
     add = parser.add_argument
     add("--out", required=True, help="JSON file to write")
-    add("--seq-len", type=tokens, default=131072, help="tokens of the timed attention")
+    add("--seq-len", type=in_tokens, default=131072, help="tokens of the timed attention")
     add("--heads", type=int, nargs=2, default=[16, 2], help="query heads and KV heads")
     add("--head-dim", type=int, default=128)
     add("--megabytes", type=float, default=32, help="size of a timed message, 1e6 bytes")

@@ -7,6 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_sparse.models.flavours import DecoderConfig
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Of tests that run on either."""
+
 
 def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None = None

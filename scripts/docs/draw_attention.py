@@ -30,11 +30,11 @@ from titan_sparse.attention.masks.slices import (
     shared_question,
     sliding_window,
 )
-from titan_sparse.attention.observe import count_visits
 from titan_sparse.attention.patterns import BlockIndex, Dense, VerticalSlash
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
 from titan_sparse.commands import parser_of
 from titan_sparse.estimate.planner import table_of
+from titan_sparse.estimate.visits import count_visits
 
 SHARES = (0.34, 0.06, 0.4, 0.16)
 """Documents of the examples, as shares of the sequence; what is left is padding."""

@@ -176,24 +176,6 @@ def ulysses() -> list[str]:
     return lines(" | ".join(["tokens per GPU", "heads", *names]), rows)
 
 
-def ulysses_steps() -> list[str]:
-    """Milliseconds (and GiB) of a sparse step over two GPUs by schedule."""
-    cases: dict[tuple[str, str], dict[str, str]] = {}
-    for file, key in (
-        ("context_parallel_ulysses_2xh100", "steps"),
-        ("trainers_graphs_2xh200", "schedules"),
-    ):
-        # "2 x NVIDIA H100 80GB HBM3"
-        gpu = result(file)["gpu"].split()[3]
-        for ran in result(file)[key]:
-            case = (f"{ran['shape'].upper()}, {gpu}", f"{ran['tokens_per_gpu']:,}")
-            cell = f"{ran['step_ms']:,.0f} ({ran['peak_gib']:.1f})"
-            cases.setdefault(case, {})[ran["schedule"]] = cell
-    schedules = ("all_gather", "ring", "ulysses")
-    rows = [[*case, *(cells[name] for name in schedules)] for case, cells in cases.items()]
-    return lines(" | ".join(["model", "tokens per GPU", *schedules]), rows)
-
-
 # Training steps -----------------------------------------------------------------------------------
 
 
@@ -301,13 +283,16 @@ LARGER = [
 """Files of Qwen2.5-Coder at equal time."""
 MORE_VERTICALS = "study_qwen_0_5b_128k_caps_h200"
 """The same for a larger max_verticals."""
+SMALLER = "study_smollm2_128k_h200"
+"""SmolLM2 at equal time and the longer length."""
 
 
 def larger_model() -> list[str]:
-    """Larger models at equal time: losses and names, as trained and read densely, by seeds."""
+    """Larger models at equal time, and SmolLM2 beside them: losses and names, as trained and read
+    densely, by seeds."""
     rows = []
-    for file in [*LARGER, MORE_VERTICALS]:
-        model = result(file)["model"].removeprefix("Qwen2.5-Coder-")
+    for file in [*LARGER, MORE_VERTICALS, SMALLER]:
+        model = result(file)["model"].rpartition("-")[2]
         for method, cells in _trained(file):
             if file == MORE_VERTICALS:
                 cells[0] += ", 16,384 verticals"
@@ -343,18 +328,19 @@ def _mean_and_spread(scores: list[float]) -> str:
 
 
 def choose_larger() -> list[str]:
-    """titan-sparse choose at recall 0.95: a larger model by length, next to SmolLM2's density."""
-    file, smaller = "choose_qwen_0_5b_h200", "choose_h200"
+    """titan-sparse choose at recall 0.95: larger models by length, next to SmolLM2's density."""
     rows = []
-    for tokens in (32768, 65536, 131072):
-        wanted = {"tokens": tokens, "setting": "recall 0.95"}
-        code, prose = (row(file, **wanted, text=text) for text in ("code", "prose"))
-        dense = row(file, tokens=tokens, setting="dense", text="code")
-        densities = (one["density"] for one in (code, prose, row(smaller, **wanted)))
-        cells = [f"{tokens:,}", *(f"{100 * density:.1f} %" for density in densities)]
-        cells.append(f"{dense['step_seconds'] / code['step_seconds']:.1f}")
-        rows.append([*cells, *(f"{one['above_dense']:.3f}" for one in (code, prose))])
-    heads = "tokens | density, code | prose | SmolLM2 | speed"
+    for size in ("1.5B", "0.5B"):
+        file = f"choose_qwen_{size.lower().replace('.', '_')}_h200"
+        for tokens in (32768, 65536, 131072):
+            wanted = {"tokens": tokens, "setting": "recall 0.95"}
+            code, prose = (row(file, **wanted, text=text) for text in ("code", "prose"))
+            dense = row(file, tokens=tokens, setting="dense", text="code")
+            densities = (one["density"] for one in (code, prose, row("choose_h200", **wanted)))
+            cells = [size, f"{tokens:,}", *(f"{100 * density:.1f} %" for density in densities)]
+            cells.append(f"{dense['step_seconds'] / code['step_seconds']:.1f}")
+            rows.append([*cells, *(f"{one['above_dense']:.3f}" for one in (code, prose))])
+    heads = "model | tokens | density, code | prose | SmolLM2 | speed"
     return lines(f"{heads} | loss above dense, code | prose", rows)
 
 
@@ -412,7 +398,6 @@ TABLES = {
         steps,
         trainers,
         step_graphs,
-        ulysses_steps,
         huggingface_steps,
         hybrid,
         equal_time,

@@ -13,7 +13,7 @@ eager = BACKENDS["eager"]
 
 def let_eager_serve_dense(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(eager, "SERVES_DENSE", True)
-    patch.setattr(eager, "serves_dense", lambda q, shape: True)
+    patch.setattr(eager, "serves_dense", lambda shape: True)
     patch.setattr(eager, "dense_forward", dense_forward)
     patch.setattr(eager, "dense_backward", dense_backward)
 

@@ -5,11 +5,10 @@ import torch
 from torch import Tensor
 
 from tests.distributed import run_processes
-from tests.reference import attention_with_sinks, dense_attention
+from tests.reference import DEVICE, attention_with_sinks, dense_attention
 from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.decode import Cached, attend_cached
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KEYS = 50
 ONE_RANK = ContextParallel(None, "contiguous", "local")
 

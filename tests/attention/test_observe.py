@@ -15,14 +15,9 @@ from titan_sparse.attention.context_parallel.schedules import SCHEDULES
 from titan_sparse.attention.masks import Causal, Documents, Slices, SlidingWindow, visibility
 from titan_sparse.attention.masks.ranges import token_positions
 from titan_sparse.attention.masks.slices import sliding_window
-from titan_sparse.attention.observe import (
-    Visits,
-    by_step,
-    count_visits,
-    recording,
-    worker_imbalance,
-)
+from titan_sparse.attention.observe import recording, worker_imbalance
 from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash, XAttention
+from titan_sparse.estimate.visits import Visits, by_step, count_visits
 
 BLOCK = 8
 SPARSE = VerticalSlash(
@@ -102,7 +97,7 @@ def test_visits_are_what_the_dense_mask_says(monkeypatch, case, layout, ranks, e
 @pytest.mark.parametrize("name", SLICES)
 def test_visits_of_slices(monkeypatch, name, elements):
     """Slices that share a cut tile are counted one by one. All else is what the dense mask says."""
-    monkeypatch.setattr("titan_sparse.attention.observe._ELEMENTS", elements)
+    monkeypatch.setattr("titan_sparse.estimate.visits._ELEMENTS", elements)
     ranges = SLICES[name].rows(SEQ_LEN)
     index = Dense().index([], ranges, 2, 4, BLOCK)
     table = block_ids("striped", 4, SEQ_LEN, BLOCK)
@@ -124,7 +119,7 @@ def test_only_tiles_that_slices_touch_are_looked_at(monkeypatch):
         looked_at.append(len(q_blocks) * len(k_blocks))
         return visibility.tiles_between(ranges, q_blocks, k_blocks, size)
 
-    monkeypatch.setattr("titan_sparse.attention.observe.tiles_between", tiles_between)
+    monkeypatch.setattr("titan_sparse.estimate.visits.tiles_between", tiles_between)
     seq_len, window = 1 << 20, 1 << 13
     ranges = Slices.batch([sliding_window([seq_len], window, 64)]).rows(seq_len)
     table = block_ids("striped", 8, seq_len, 128)

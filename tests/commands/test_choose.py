@@ -1,6 +1,7 @@
 """titan-sparse choose: its numbers against transformers, its choice by hand, and
 one rank against two."""
 
+import fcntl
 import json
 import re
 import signal
@@ -27,6 +28,7 @@ from titan_sparse.commands.choose import (
     words_of_runs,
 )
 from titan_sparse.config import load
+from titan_sparse.training.checkpoint import folders
 
 TEXT = "every word of this is written many times over, and a few are not. " * 7
 """462 letters: a sequence of 400 tokens, and the next one to learn."""
@@ -134,7 +136,7 @@ def test_nothing_is_measured_where_nothing_is_sparse(folder, capsys):
     assert main(words) == 0
     printed = capsys.readouterr().out
     assert printed.count("measured ") == 1 and "no document of these batches has 390" in printed
-    assert [path.name for path in (folder / "short").iterdir()] == ["recall_0.9"]
+    assert sorted(path.name for path in (folder / "short").iterdir()) == [".lock", "recall_0.9"]
 
 
 @pytest.mark.parametrize("step", [1, 2])
@@ -152,7 +154,7 @@ def test_an_interrupt_ends_all_measurements(folder, monkeypatch, step):
     out = f"interrupted-{step}"
     monkeypatch.setattr(sys, "argv", ["titan-sparse", "choose", *_words(folder, out)])
     assert __main__.main() == 130
-    assert [path.name for path in (folder / out).iterdir()] == ["recall_0.9"]
+    assert [path.name for path in (folder / out).glob("*/")] == ["recall_0.9"]
 
 
 @pytest.mark.parametrize(
@@ -166,6 +168,19 @@ def test_an_interrupt_ends_all_measurements(folder, monkeypatch, step):
 def test_what_it_would_ignore_is_refused(folder, capsys, word):
     error = error_of(capsys, main, *_words(folder, "none"), word)
     assert f"choose itself sets {word[2:].partition('=')[0]}; leave it out" in error
+
+
+def test_a_folder_in_use_is_refused_by_the_name_of_its_option(folder, capsys, monkeypatch):
+    """Before a model is built, and with advice that is taken: choose sets training.output_dir."""
+    monkeypatch.setattr(folders, "LEASE_SECONDS", 0.0)
+    out = folder / "taken"
+    out.mkdir()
+    (out / folders.LOCK).write_text("host other, process 1")
+    with open(out / folders.LOCK) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        error = error_of(capsys, main, *_words(folder, "taken"))
+    assert f"--out = {out} is in use by another run (host other, process 1); end that one" in error
+    assert [path.name for path in out.iterdir()] == [folders.LOCK]
 
 
 @pytest.mark.parametrize("a, b, c, d", [(3.0, 2.0, 50.0, 0.5), (0.0, 1.0, 1.0, 0.0)])

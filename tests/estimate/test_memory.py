@@ -29,8 +29,9 @@ from titan_sparse.estimate.step import StepShape
 from titan_sparse.models.config import Adapters, adapter_elements, resolve_adapters
 from titan_sparse.models.decoder import Attends
 from titan_sparse.models.flavours import FLAVOURS, resolve
-from titan_sparse.training.dry_run import host_gib, step_of
+from titan_sparse.training.dry_run import host_gib
 from titan_sparse.training.model import build_model
+from titan_sparse.training.step_shape import step_of
 
 ROOT = Path(__file__).parents[2]
 

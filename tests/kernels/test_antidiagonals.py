@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.attention.problems import RANGES, SEQ_LEN
-from tests.reference import structured_qkv
+from tests.reference import DEVICE, structured_qkv
 from titan_sparse.attention.context_parallel.layouts import LAYOUTS
 from titan_sparse.attention.patterns.spans import find_spans
 from titan_sparse.attention.patterns.xattention import _counted, _query_blocks
@@ -16,7 +16,6 @@ from titan_sparse.kernels import antidiagonals as kernels
 from titan_sparse.kernels.antidiagonals import BlockSums, QueryBlocks, TileShape
 from titan_sparse.kernels.compact import unpack
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZE = 16
 BLOCKS = SEQ_LEN // SIZE
 SMALL = TileShape(query_cells=32, key_cells=32, depth=16, warps=1, stages=1)

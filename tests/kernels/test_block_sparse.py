@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.reference import by_token, relative_error
+from tests.reference import DEVICE, by_token, relative_error
 from tests.slice_cases import random_legal
 from titan_sparse.attention.backends import BACKENDS, base
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
@@ -22,8 +22,6 @@ from titan_sparse.kernels import block_sparse
 from titan_sparse.kernels.block_sparse import ChosenChunks, Piece
 
 triton, eager = BACKENDS["triton"], BACKENDS["eager"]
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class RandomIndex(BlockIndex):
@@ -78,7 +76,7 @@ class Case:
         index = RandomIndex(heads[0], blocks, size, batch, verticals * size, device)
         numbers = torch.arange(blocks, device=device)
         q_blocks, k_blocks = (numbers, numbers) if whole else (numbers[::2], numbers[1::2])
-        self.tiles = block_tiles(ranges, index, q_blocks, k_blocks, batch, True)
+        self.tiles = block_tiles(ranges, index, q_blocks, k_blocks, True)
         self.vertical_tiles = vertical_tiles(ranges, index, q_blocks, True)
         self.scale = 0.9 / math.sqrt(dim)
         g = torch.Generator().manual_seed(1)
@@ -230,7 +228,7 @@ def test_slices(name, choosing):
     q_blocks, k_blocks = torch.tensor([3, 1], device=DEVICE), torch.tensor([0, 2, 3], device=DEVICE)
     index = DenseIndex(seq_len, size, torch.empty(1, 2, 0, dtype=torch.int32, device=DEVICE))
     rows = Slices.of(written[name]).rows(seq_len, DEVICE)
-    tiles = block_tiles(rows, index, q_blocks, k_blocks, 1, True)
+    tiles = block_tiles(rows, index, q_blocks, k_blocks, True)
     q, d_out = torch.randn(2, 1, 2, 2 * size, 16, generator=g).to(DEVICE)
     k, v = torch.randn(2, 1, 1, 3 * size, 16, generator=g).to(DEVICE)
     if choosing:

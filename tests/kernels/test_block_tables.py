@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from tests.attention.problems import RANGES, SEQ_LEN
-from tests.reference import structured_qkv
+from tests.reference import DEVICE, structured_qkv
 from titan_sparse.attention import tiles
 from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.masks.ranges import SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.kernels.compact import unpack
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZE = 16
 # Windows that begin where blocks do, for the first query of a block, as that of
 # 65, and for the last.
@@ -60,10 +59,10 @@ def test_lists(mask, setting):
     rows = MASKS[mask].rows(SEQ_LEN, DEVICE)
     index = pattern.select(q, k, rows, block_size=SIZE)
     table = block_ids(layout, 3, SEQ_LEN, SIZE).to(DEVICE)
-    side = tiles.slash_queries(rows, index, table[1], 2)
+    side = tiles.slash_queries(rows, index, table[1])
     keys = tiles.slash_keys(table[2], SIZE)
     got = tiles.slash_block_tiles(side, keys, index, True)
-    want = tiles.block_tiles(rows, index, table[1], table[2], 2, True)
+    want = tiles.block_tiles(rows, index, table[1], table[2], True)
     _same_lists(got.by_query, want.by_query)
     _same_lists(got.by_key, want.by_key)
     assert all(torch.equal(a, b) for a, b in zip(got[2:5], want[2:5]))

@@ -4,9 +4,8 @@ nonzero() and the twin."""
 import pytest
 import torch
 
+from tests.reference import DEVICE
 from titan_sparse.kernels.compact import compact, compact_naive, pack, unpack
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.reference import DEVICE
 from titan_sparse.kernels import cross_entropy as kernels
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILE = kernels._TILE
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.reference import DEVICE
 from titan_sparse.kernels import decode
 from titan_sparse.kernels.decode import attend_in_parts, attend_in_parts_naive
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = {torch.float32: 1e-5, torch.float16: 2e-3}
 if DEVICE == "cuda":
     DTYPES[torch.bfloat16] = 2e-2

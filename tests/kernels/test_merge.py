@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.reference import DEVICE
 from titan_sparse.kernels import merge
 from titan_sparse.kernels.sinks import add_sinks, sinks_gradient, sinks_gradient_naive
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 7, 24), (2, 3, 65, 64)])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.attention.patterns.helpers import probed
 from tests.attention.problems import RANGES, SEQ_LEN
-from tests.reference import by_token, structured_qkv
+from tests.reference import DEVICE, by_token, structured_qkv
 from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.spans import Spans
@@ -19,7 +19,6 @@ from titan_sparse.kernels import probe as kernels
 from titan_sparse.kernels import selection
 from titan_sparse.kernels.probe import KeyBlocks, Probe
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZE = 16
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.reference import DEVICE
 from titan_sparse.kernels import selection
 from titan_sparse.kernels.selection import ALWAYS, BINS
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH, HEADS = 2, 3
 
 

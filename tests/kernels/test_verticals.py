@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.reference import DEVICE
 from titan_sparse.kernels.verticals import (
     add_verticals,
     add_verticals_naive,
@@ -13,7 +14,6 @@ from titan_sparse.kernels.verticals import (
     gather_verticals_naive,
 )
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [((4, 2), 16, 16), ((3, 3), 24, 32), ((5, 1), 32, 16), ((6, 2), 80, 32)]
 """(query heads, KV heads), head_dim, block size."""
 BLOCKS = [6, 1, 2]

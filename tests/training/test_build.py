@@ -26,10 +26,10 @@ from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.initialization import initialize
 from titan_sparse.training import offload, preflight
-from titan_sparse.training.dry_run import step_of
 from titan_sparse.training.faults.process_groups import build_meshes
 from titan_sparse.training.model import check_float8, checkpointed, convert_to_float8, parallelize
 from titan_sparse.training.offload import OffloadedBlocks
+from titan_sparse.training.step_shape import step_of
 from titan_sparse.training.trainer import Trainer
 
 BLOCKS = TINY.layers

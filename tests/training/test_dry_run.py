@@ -20,8 +20,8 @@ from titan_sparse.training.dry_run import (
     dry_run,
     find_max_length,
     host_gib,
-    step_of,
 )
+from titan_sparse.training.step_shape import step_of
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--config", str(ROOT / "train_configs/qwen2_5_0_5b_128k.toml")]

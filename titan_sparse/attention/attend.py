@@ -20,7 +20,7 @@ from titan_sparse.attention.inputs import (
     resolve_mask,
 )
 from titan_sparse.attention.masks.ranges import Causal, Mask, MaskRanges
-from titan_sparse.attention.ops import attend_in_parts, options_key
+from titan_sparse.attention.ops import options_key, run_forward
 from titan_sparse.attention.patterns.base import BlockIndex, Dense, Pattern, check_pattern
 
 
@@ -135,32 +135,28 @@ def attend(
         is_short = True if q.shape[2] * ranks.size < short else False
     case = (q.device.type, q.dtype, head_dim, ranks.block_size)
     backend = backends.choose(backend, *case, has_slices, pattern.dynamic, is_short)
-    by_heads = None if cp is None else cp.by_heads
-    if cp is not None and by_heads is not None:
+    # The ranks that trade tokens for heads, and back.
+    trading = None if cp is None or cp.by_heads is None else cp
+    if trading is not None:
         # From here on, this rank has all tokens of its node and its share of the heads.
-        ulysses.check(cp, q, k, recomputed)
-        q, k, v = ulysses.trade_tokens(q, k, v, ranges.table, cp)
-        sinks = None if sinks is None else ulysses.own_heads(sinks, cp)
-        ranks = ranks_of(by_heads, None)
+        ulysses.check(trading, q, k, recomputed)
+        q, k, v = ulysses.trade_tokens(q, k, v, ranges.table, trading)
+        sinks = None if sinks is None else ulysses.own_heads(sinks, trading)
+        ranks = ranks_of(trading.by_heads, None)
     facts, tensors = mask_tensors(ranges)
-    ops = torch.ops.titan_sparse
+    options = (pattern.key, ranks.key, facts, scale)
     index = []
     if pattern.dynamic:
-        key = options_key(pattern.key, ranks.key, facts, scale)
-        index = ops.select(q.detach(), k.detach(), tensors, key)
-    options = (pattern.key, ranks.key, facts, scale, backend)
+        select = torch.ops.titan_sparse.select
+        index = select(q.detach(), k.detach(), tensors, options_key(*options))
     inputs = (q, k, v, sinks, index, tensors)
-    if recomputed in (0, 1):
-        forward = ops.attend_recomputed if recomputed == 1 else ops.attend_forward
-        out, lse, _ = forward(*inputs, options_key(*options))
-    else:
-        out, lse = attend_in_parts(inputs, recomputed, ranges, ranks, options)
-    if cp is not None and by_heads is not None:
-        out = ulysses.trade_heads(out, ranges.table, cp)
+    out, lse = run_forward(inputs, recomputed, ranges, ranks, (*options, backend))
+    if trading is not None:
+        out = ulysses.trade_heads(out, ranges.table, trading)
     if not return_aux:
         return out
-    if cp is not None and by_heads is not None:
-        lse = ulysses.trade_heads(lse[..., None], ranges.table, cp)[..., 0].contiguous()
-        index = ulysses.index_of_all_heads(index, by_heads)
+    if trading is not None:
+        lse = ulysses.trade_heads(lse[..., None], ranges.table, trading)[..., 0].contiguous()
+        index = ulysses.index_of_all_heads(index, ranks.key)
     batch, heads = out.shape[:2]
     return out, Auxiliary(lse, pattern.index(index, ranges, batch, heads, ranks.block_size))

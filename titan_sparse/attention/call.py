@@ -79,11 +79,7 @@ class AttentionCall:
         return self.key_blocks(rank)[self.first :]
 
     def tiles_of_rank(
-        self,
-        batch: int,
-        source: int | None,
-        transpose: bool,
-        query_rank: int | None = None,
+        self, source: int | None, transpose: bool, query_rank: int | None = None
     ) -> Tiles:
         """Tiles of the queries of `query_rank` (default: this rank) and the keys of rank `source`
         (None: of all ranks, one after the other).
@@ -97,15 +93,10 @@ class AttentionCall:
         # Those of a static pattern are made once, for the forward and for the backward.
         transpose = transpose or (not self.pattern.dynamic and self.backend.READS_BY_KEY)
         name = ("rank", source)
-        return self.tiles_of_blocks(batch, transpose, k_blocks, name, query_rank=query_rank)
+        return self.tiles_of_blocks(k_blocks, name, transpose, query_rank)
 
     def tiles_of_blocks(
-        self,
-        batch: int,
-        transpose: bool,
-        k_blocks: Tensor,
-        name: Hashable,
-        query_rank: int | None = None,
+        self, k_blocks: Tensor, name: Hashable, transpose: bool, query_rank: int | None = None
     ) -> Tiles:
         """Tiles of the queries of `query_rank` (default: this rank) and any
         global blocks int64 [n].
@@ -116,44 +107,41 @@ class AttentionCall:
 
         def make() -> Tiles:
             if self._has_table_kernels():
-                queries = self._slash_queries(batch, query_rank)
+                queries = self._slash_queries(query_rank)
                 keys = self._slash_keys(k_blocks, name)
                 return tiles.slash_block_tiles(queries, keys, self._slash_index, transpose)
             q_blocks = self.query_blocks(query_rank)
-            return tiles.block_tiles(self.mask, self.index, q_blocks, k_blocks, batch, transpose)
+            return tiles.block_tiles(self.mask, self.index, q_blocks, k_blocks, transpose)
 
         if self.pattern.dynamic:
             return make()
-        key = ("tiles", name, query_rank, batch, transpose, self.pattern.key, self.cp.key)
-        return once_per_mask(self.mask, (*key, self.index.heads, self.first, self.last), make)
+        key = ("tiles", name, query_rank, transpose, self.pattern.key, self.cp.key)
+        shape = (self.index.batch, self.index.heads, self.first, self.last)
+        return once_per_mask(self.mask, (*key, *shape), make)
 
-    def tiles_of_verticals(self, batch: int, transpose: bool) -> Tiles:
+    def tiles_of_verticals(self, transpose: bool) -> Tiles:
         """Tiles of this rank's queries and the gathered verticals."""
         if self._has_table_kernels():
             # The host does not wait for the selection.
-            queries = self._slash_queries(batch)
+            queries = self._slash_queries()
             return tiles.slash_vertical_tiles(queries, self._slash_index, transpose)
         return tiles.vertical_tiles(self.mask, self.index, self.query_blocks(), transpose)
 
-    def computation(self, batch: int) -> Computation | None:
+    def computation(self) -> Computation | None:
         """The pattern's own way to compute this call; None for tiles."""
         if self.cp.size > 1 or self.is_partial or not self.backend.GATHERS_QUERIES:
             return None
 
         def dense_tiles(mask: MaskRanges) -> Tiles:
-            index = Dense().index([], mask, batch, self.index.heads, self.cp.block_size)
+            shape = (self.index.batch, self.index.heads, self.cp.block_size)
+            index = Dense().index([], mask, *shape)
             blocks = self.key_blocks()
-            return tiles.block_tiles(mask, index, blocks, blocks, batch, transpose=True)
+            return tiles.block_tiles(mask, index, blocks, blocks, transpose=True)
 
         return self.index.computation(self.mask, self.cp, self.scale, dense_tiles)
 
     def vertical_piece(
-        self,
-        vertical_kv: Tensor,
-        batch: int,
-        transpose: bool,
-        share: int = 0,
-        shares: int = 1,
+        self, vertical_kv: Tensor, transpose: bool, share: int = 0, shares: int = 1
     ) -> Piece:
         """Every shares-th block of the gathered verticals [2, B, Hq, C, D], from block `share` on.
 
@@ -169,7 +157,7 @@ class AttentionCall:
                 for x in (self.index.verticals, k, v)
             )
             call = replace(self, index=replace(self.index, verticals=positions))
-        return Piece(k, v, call.tiles_of_verticals(batch, transpose))
+        return Piece(k, v, call.tiles_of_verticals(transpose))
 
     def _has_table_kernels(self) -> bool:
         """True if kernels make the tables, with no wait of the host."""
@@ -181,14 +169,13 @@ class AttentionCall:
         """The index of a call that has table kernels."""
         return cast(VerticalSlashIndex, self.index)
 
-    def _slash_queries(self, batch: int, rank: int | None = None) -> tiles.SlashQueries:
+    def _slash_queries(self, rank: int | None = None) -> tiles.SlashQueries:
         """The inputs of the kernels' tables for the queries of a rank, remembered with the mask."""
+        key = ("slash queries", self.pattern.key, self.cp.key, self.index.batch, rank)
         return once_per_mask(
             self.mask,
-            ("slash queries", self.pattern.key, self.cp.key, batch, rank, self.first, self.last),
-            lambda: tiles.slash_queries(
-                self.mask, self._slash_index, self.query_blocks(rank), batch
-            ),
+            (*key, self.first, self.last),
+            lambda: tiles.slash_queries(self.mask, self._slash_index, self.query_blocks(rank)),
         )
 
     def _slash_keys(self, k_blocks: Tensor, name: Hashable) -> tiles.SlashKeys:

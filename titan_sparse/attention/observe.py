@@ -19,12 +19,9 @@ from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask, token_positions
 from titan_sparse.attention.masks.visibility import (
-    block_reach,
     pairs_by_block,
     queries_seeing,
-    seen_blocks,
     seen_pairs,
-    tiles_between,
     visible_pairs,
 )
 from titan_sparse.attention.patterns.base import BlockIndex
@@ -143,14 +140,14 @@ class Recording:
         """After a selection, for which this rank sent so much."""
         self.bytes_of_selection += bytes_sent
 
-    def begin_trade(self, cp: ContextParallel, device: torch.device) -> recorder.Moment:
-        """Before tokens are traded for heads, or heads for tokens."""
+    @contextlib.contextmanager
+    def trading(self, cp: ContextParallel, device: torch.device, before: bool) -> Iterator[None]:
+        """Around a trade, as recorder.trading()."""
         self.sent_before = self.sent_before or _sent(cp)
-        return recorder.mark(device)
-
-    def end_trade(self, interval: tuple[recorder.Moment, recorder.Moment], before: bool) -> None:
+        began = recorder.mark(device)
+        yield
         trades = self.trades if before else self.calls[-1].trades
-        trades.append(interval)
+        trades.append((began, recorder.mark(device)))
 
     def begin(self, call: AttentionCall) -> None:
         """Before a forward."""
@@ -160,14 +157,14 @@ class Recording:
             self.timed = recorder.TimedCall(cp, call.mask.start.device)
             self.timed.trades, self.trades = self.trades, []
 
-    def forward(self, call: AttentionCall, batch: int) -> None:
+    def forward(self, call: AttentionCall) -> None:
         """After a forward of the whole sequence or of a share of it."""
         if self.timed is not None:
             self.timed.ended = recorder.mark(self.timed.device)
             self.calls.append(self.timed)
             self.timed = None
         # [B, Hq]
-        in_blocks, in_verticals = visited_pairs(call, batch)
+        in_blocks, in_verticals = visited_pairs(call)
         # [2, B, Hq], then averaged over sequences
         visited = torch.stack([in_blocks + in_verticals, in_blocks])
         if call.cp.whole.size > 1:
@@ -244,7 +241,7 @@ def _sent(cp: ContextParallel) -> list[int]:
     return [cp.bytes_sent, cp.plain_ring_bytes, cp.sent["verticals"]]
 
 
-def visited_pairs(call: AttentionCall, batch: int) -> tuple[Tensor, Tensor]:
+def visited_pairs(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Pairs of tokens computed for this rank's queries, float64 [B, Hq]: those in selected blocks,
     and those of verticals outside them."""
     index = call.index
@@ -259,13 +256,36 @@ def visited_pairs(call: AttentionCall, batch: int) -> tuple[Tensor, Tensor]:
     key = ("pairs by block", call.cp.key, call.first, call.last)
     allowed = once_per_mask(ranges, key, lambda: pairs_by_block(ranges, query_blocks, size))
     # [B, Hq]
-    in_blocks = torch.zeros(batch, index.heads, dtype=torch.float64, device=allowed.device)
+    in_blocks = torch.zeros(index.batch, index.heads, dtype=torch.float64, device=allowed.device)
     shares = (query_blocks.split(_Q_BLOCKS_AT_ONCE), allowed.split(_Q_BLOCKS_AT_ONCE, dim=1))
     for q_blocks, allowed_pairs in zip(*shares, strict=True):
         # [B, Hq, nq, blocks]
         selected = index.selects(q_blocks, keys)
         in_blocks += torch.where(selected, allowed_pairs[:, None], 0).sum(dim=(-2, -1))
     return in_blocks, vertical_pairs(index, ranges, query_blocks).double()
+
+
+def vertical_pairs(index: BlockIndex, ranges: MaskRanges, q_blocks: Tensor) -> Tensor:
+    """Pairs of these blocks' queries with verticals, outside the tiles that they compute.
+
+    q_blocks: int64 [nq], global. Returns int64 [B, Hq].
+    """
+    verticals = index.verticals
+    counted = torch.zeros(verticals.shape[:2], dtype=torch.int64, device=verticals.device)
+    if verticals.numel() and not verticals.is_cuda:  # for which the host would wait
+        # Lists are filled up with the sequence length.
+        verticals = verticals[..., : int((verticals < index.seq_len).sum(-1).max())]
+    if verticals.numel() == 0:
+        return counted
+    first_query, behind_query = queries_seeing(ranges, verticals)
+    for now in q_blocks.split(max(1, _ELEMENTS // verticals.numel())):
+        # [n, 1], then [B, Hq, n, C]: the block's queries that see each vertical
+        begin = now.int()[:, None] * index.block_size
+        first_seeing = torch.maximum(first_query[:, :, None], begin)
+        behind_seeing = torch.minimum(behind_query[:, :, None], begin + index.block_size)
+        seeing = (behind_seeing - first_seeing).clamp(min=0)
+        counted += (seeing * ~index.covers(now, verticals)).sum((2, 3))
+    return counted
 
 
 def recall(call: AttentionCall, q: Tensor, k: Tensor, lse: Tensor, samples: int) -> Tensor:
@@ -373,144 +393,6 @@ def thumbnail(index: BlockIndex, ranges: MaskRanges, cells: int) -> Tensor:
         computed += cell_of_q.T @ (computed_pairs @ cell_of_block)
         allowed += cell_of_q.T @ (pairs @ cell_of_block)
     return computed / allowed.where(allowed > 0, torch.nan)
-
-
-# Exact counts of what each rank of a layout computes, from integers, without process groups
-
-
-class Visits(NamedTuple):
-    """The work of the queries of rank r on the keys of rank s, all sequences and heads together.
-
-    All int64. W is the number of ranks.
-    """
-
-    full: Tensor  # [W, W], tiles (pairs of blocks) in which the mask lets every query see every key
-    partial: Tensor  # [W, W], tiles that the mask cuts through, once for each slice of the mask
-    pairs: Tensor  # [W, W], pairs of tokens computed in both kinds of tiles
-    vertical_pairs: Tensor  # [W], pairs with gathered verticals, without those in computed tiles
-    met: Tensor  # bool [W, blocks], some head computes a tile of the block for a query of the rank
-
-    def total(self) -> Tensor:
-        """Pairs of tokens that each rank computes, int64 [W].
-
-        Their sum over ranks is what a Recording calls visited.
-        """
-        return self.pairs.sum(-1) + self.vertical_pairs
-
-
-def count_visits(index: BlockIndex, ranges: MaskRanges, table: Tensor) -> Visits:
-    """The work of the queries of each rank. table: int64 [W, n], the layout's blocks of each
-    rank."""
-    ranks = len(table)
-    blocks = index.all_blocks()
-    batch, heads = index.verticals.shape[:2]
-    size = index.block_size
-    owner = torch.empty_like(blocks)
-    owner[table] = torch.arange(ranks, device="cpu")[:, None]
-    # [W, blocks], by rank and block of keys: tiles of both kinds, and pairs of the partial ones.
-    full, partial, cut_pairs = torch.zeros(3, ranks, len(blocks), dtype=torch.int64, device="cpu")
-    at_once = max(1, _ELEMENTS // (batch * heads * len(blocks)))
-    for q_blocks in blocks.split(at_once):
-        rank = owner[q_blocks]
-        for k_blocks, is_whole in _parts_of_keys(ranges, q_blocks, size):
-            # [B or 1, nq, nk]: how many heads compute a tile, and for how many
-            # all of its queries do.
-            find = index.heads_selecting_whole if is_whole else index.heads_selecting
-            some, every = find(q_blocks, k_blocks)
-            kinds = [(full, every)]
-            if every is not some:
-                kinds.append((partial, some - every))
-            if not is_whole:
-                seen = tiles_between(ranges, q_blocks, k_blocks, size)
-                kinds = [(counted, tiles * seen.whole) for counted, tiles in kinds]
-                if len(seen.whole) == 1:
-                    some = some.sum(0, keepdim=True) * (batch // len(some))
-                cut = (rank[seen.q], k_blocks[seen.k])
-                computing = some.expand_as(seen.whole)[seen.sequence, seen.q, seen.k].long()
-                partial.index_put_(cut, computing, accumulate=True)
-                cut_pairs.index_put_(cut, computing * seen.pairs, accumulate=True)
-            for counted, tiles in kinds:
-                # A mask or an index may stand for all sequences.
-                alike = batch // len(tiles)
-                of_part = counted[:, k_blocks].index_add_(0, rank, tiles.sum(0), alpha=alike)
-                counted[:, k_blocks] = of_part
-    pairs = full * size**2 + cut_pairs
-    # [W, blocks] -> [W, W, n] -> [W, W]
-    full_of_ranks, partial_of_ranks, pairs_of_ranks = (
-        counted[:, table].sum(-1) for counted in (full, partial, pairs)
-    )
-    for of_rank, rank_blocks in zip(pairs_of_ranks, table):
-        exact = index.pairs(ranges, rank_blocks, list(table))
-        if exact is not None:
-            # Of a tile that not all of its queries chose, fewer pairs are computed.
-            of_rank.copy_(exact.sum((0, 1)))
-    # [blocks] -> [W, n] -> [W]
-    verticals = index.vertical_pairs_by_block(ranges)[table].sum(-1)
-    met = full + partial > 0
-    return Visits(full_of_ranks, partial_of_ranks, pairs_of_ranks, verticals, met)
-
-
-def _parts_of_keys(
-    ranges: MaskRanges, q_blocks: Tensor, size: int
-) -> Iterator[tuple[Tensor, bool]]:
-    """Lists of KV blocks, int64, that hold all keys these blocks of queries see; and whether every
-    query sees all keys of the list, whose blocks are then in a row."""
-    if ranges.slices is not None:
-        yield seen_blocks(ranges, q_blocks[None], size)[0].nonzero().flatten(), False
-        return
-    blocks = torch.arange(ranges.start.shape[1] // size, device=q_blocks.device)
-    reach = block_reach(ranges, token_positions(q_blocks, size), size)
-    first = int(reach.first.min()) // size
-    last = -(-int(reach.last.max()) // size)
-    whole_first = -(-int(reach.all_first.max()) // size)
-    whole_last = int(reach.all_last.min()) // size
-    if whole_first < whole_last:
-        yield blocks[whole_first:whole_last], True
-    else:
-        whole_first = whole_last = last
-    for begin, end in ((first, whole_first), (whole_last, last)):
-        if begin < end:
-            yield blocks[begin:end], False
-
-
-def vertical_pairs(index: BlockIndex, ranges: MaskRanges, q_blocks: Tensor) -> Tensor:
-    """Pairs of these blocks' queries with verticals, outside the tiles that they compute.
-
-    q_blocks: int64 [nq], global. Returns int64 [B, Hq].
-    """
-    verticals = index.verticals
-    counted = torch.zeros(verticals.shape[:2], dtype=torch.int64, device=verticals.device)
-    if verticals.numel() and not verticals.is_cuda:  # for which the host would wait
-        # Lists are filled up with the sequence length.
-        verticals = verticals[..., : int((verticals < index.seq_len).sum(-1).max())]
-    if verticals.numel() == 0:
-        return counted
-    first_query, behind_query = queries_seeing(ranges, verticals)
-    for now in q_blocks.split(max(1, _ELEMENTS // verticals.numel())):
-        # [n, 1], then [B, Hq, n, C]: the block's queries that see each vertical
-        begin = now.int()[:, None] * index.block_size
-        first_seeing = torch.maximum(first_query[:, :, None], begin)
-        behind_seeing = torch.minimum(behind_query[:, :, None], begin + index.block_size)
-        seeing = (behind_seeing - first_seeing).clamp(min=0)
-        counted += (seeing * ~index.covers(now, verticals)).sum((2, 3))
-    return counted
-
-
-def by_step(visits: Visits, sources: Tensor, needed: Tensor) -> Tensor:
-    """Pairs of tokens that each rank computes at each step, float64 [W, W].
-
-    sources: int64 [W, W], by rank and step the rank whose keys and values are computed on.
-    needed: bool [W, W], the chunks that ranks compute on (context_parallel/needed_keys.py). A rank
-    always computes on its own one, first.
-
-    Verticals count evenly for the steps that compute, but not for the first one
-    if there are others.
-    """
-    # In the last dim steps take the place of ranks.
-    work = visits.pairs.gather(-1, sources).double()
-    meets = needed.gather(-1, sources)
-    meets[:, 0] = ~meets[:, 1:].any(-1)
-    return work + visits.vertical_pairs[:, None] * (meets / meets.sum(-1, keepdim=True))
 
 
 def worker_imbalance(work: Tensor) -> Tensor:

@@ -10,8 +10,7 @@ weak reference, so that no process group outlives the ContextParallel that made 
 `select` has no gradient. Activation checkpointing keeps the results of select and attend_forward
 (SAVED_OPS), so that index, out and lse survive recomputation and no collective runs twice. What may
 be computed twice to save memory goes through attend_recomputed, which is attend_forward by another
-name. attend_in_parts() computes the first part of each sequence by it and the rest by
-attend_forward.
+name. run_forward() computes the first part of each sequence by it and the rest by attend_forward.
 
 A forward takes (q, k, v, sinks, index, mask, call): learned sinks or None, the tensors of the index
 and of the mask, and the key of CallOptions. It adds the sinks at its end, so that out and lse, as
@@ -88,18 +87,18 @@ class CallOptions:
         seq_len: local tokens. The last + 1 is None for the end of the sequence.
         """
         block_size = self.cp.block_size
-        first = _blocks_before(self.begin, seq_len, block_size)[0] if self.begin > 0 else 0
-        last = _blocks_before(self.end, seq_len, block_size)[0] if self.end < 1 else None
+        first = _blocks_before(self.begin, seq_len, block_size) if self.begin > 0 else 0
+        last = _blocks_before(self.end, seq_len, block_size) if self.end < 1 else None
         return first, last
 
 
-def _blocks_before(share: float, seq_len: int, block_size: int) -> tuple[int, int]:
-    """The number of a rank's blocks before this share of the sequence, and the number of all.
+def _blocks_before(share: float, seq_len: int, block_size: int) -> int:
+    """The number of a rank's blocks before this share of the sequence, the same on every rank.
 
-    seq_len: tokens of the rank. Both numbers are the same on every rank.
+    seq_len: tokens of the rank.
     """
     blocks = -(-seq_len // block_size)
-    return int(share * blocks + 0.5), blocks
+    return int(share * blocks + 0.5)
 
 
 @torch.compiler.assume_constant_result
@@ -221,7 +220,7 @@ def _forward(
         observer.begin(bound)
     out, lse, vertical_kv = loop.forward(bound, q_share, k_share, v_share)
     if observer:
-        observer.forward(bound, len(q))
+        observer.forward(bound)
         # Parts of a sequence are reported as a layer once they are joined.
         if not bound.is_partial:
             observer.layer(bound, q_share, k_share, lse)
@@ -392,15 +391,14 @@ attend_recomputed, which attend(recomputed=...) calls for the first part of each
 among them."""
 
 
-def attend_in_parts(
+def run_forward(
     inputs: tuple, recomputed: float, ranges: MaskRanges, ranks: Ranks, options: tuple
 ) -> tuple[Tensor, Tensor]:
-    """out and lse in two parts: activation checkpointing keeps one and recomputes the other
-    (BurstEngine's sequence-level selective checkpointing).
+    """out and lse. Activation checkpointing recomputes the first `recomputed` of each sequence and
+    keeps the rest (BurstEngine's sequence-level selective checkpointing).
 
-    The first `recomputed` of each sequence is recomputed: under a causal mask it sees the fewest
-    keys. Two calls compute the parts, and attend_join makes one attention of them, which is
-    differentiated as the whole.
+    Under a causal mask the first part sees the fewest keys. If there are two parts, two calls
+    compute them, and attend_join makes one attention of them, which is differentiated as the whole.
 
     inputs: q, k, v, sinks, index and mask, as ops take them. options: what options_key() takes for
     the whole sequence.
@@ -424,13 +422,17 @@ def attend_in_parts(
 
 
 def _boundary(recomputed: float, q: Tensor, ranges: MaskRanges, ranks: Ranks) -> tuple[int, int]:
-    """The number of a rank's query blocks in the first part, and the number of all.
+    """The number of a rank's query blocks in the first part, and the number of all. Shares of 0 and
+    1 are 0 and 1 of 1: torch.compile may not know the number.
 
     Raises ValueError for what cannot be recomputed in part.
     """
+    if recomputed in (0, 1):
+        return int(recomputed), 1
     if not 0 <= recomputed <= 1:
         raise ValueError(f"recomputed={recomputed} is not a share of a sequence; write 0 to 1")
-    boundary, blocks = _blocks_before(recomputed, q.shape[2], ranks.block_size)
+    blocks = -(-q.shape[2] // ranks.block_size)
+    boundary = _blocks_before(recomputed, q.shape[2], ranks.block_size)
     if boundary in (0, blocks):
         return boundary, blocks
     if not ranges.causal:

@@ -115,19 +115,15 @@ def computing() -> contextlib.AbstractContextManager[None]:
     return seen.timed.computing()
 
 
-@contextlib.contextmanager
-def trading(cp: ContextParallel, device: torch.device, before: bool) -> Iterator[None]:
+def trading(
+    cp: ContextParallel, device: torch.device, before: bool
+) -> contextlib.AbstractContextManager[None]:
     """Around what a forward does to trade tokens for heads, or heads for tokens (ulysses.py).
 
     before: whether the call that it belongs to is still to come.
     """
     seen = observer()
-    if seen is None:
-        yield
-        return
-    began = seen.begin_trade(cp, device)
-    yield
-    seen.end_trade((began, mark(device)), before)
+    return contextlib.nullcontext() if seen is None else seen.trading(cp, device, before)
 
 
 def mark(device: torch.device) -> Moment:

@@ -28,7 +28,6 @@ def block_tiles(
     index: BlockIndex,
     q_blocks: Tensor,
     k_blocks: Tensor,
-    batch: int,
     transpose: bool,
 ) -> Tiles:
     """Tiles between this rank's query blocks and a chunk's KV blocks.
@@ -62,12 +61,12 @@ def block_tiles(
         by_query = _slice_lists(whole, selected, sequence, cuts.q, cuts.k, cuts.slice)
         if transpose:
             by_key = _slice_lists(whole.mT, selected.mT, sequence, cuts.k, cuts.q, cuts.slice)
-        slices = ranges.slices.expand(batch, -1, -1)
+        slices = ranges.slices.expand(index.batch, -1, -1)
         of_slices = {"slices": slices, "q_positions": q_positions.int()}
-    start, stop = query_ranges(ranges, q_positions, batch)
+    start, stop = query_ranges(ranges, q_positions, index.batch)
 
     def for_all(field: Tensor) -> Tensor:
-        return field.expand(batch, index.heads, *field.shape[2:])
+        return field.expand(index.batch, index.heads, *field.shape[2:])
 
     return Tiles(
         by_query=mapped(by_query, for_all),
@@ -107,7 +106,7 @@ def vertical_tiles(
     all_seen = (reach.all_first <= first) & (reach.all_last > last)
     whole = all_seen & ~any_covered
     met = torch.stack([any_seen & whole, any_seen & ~whole])
-    start, stop = query_ranges(ranges, q_positions, len(verticals))
+    start, stop = query_ranges(ranges, q_positions, index.batch)
     return Tiles(
         by_query=block_lists(met),
         by_key=block_lists(met.mT) if transpose else None,
@@ -141,16 +140,14 @@ def slash_keys(k_blocks: Tensor, block_size: int) -> SlashKeys:
     return SlashKeys(k_blocks.int(), positions.int().view(1, 1, -1))
 
 
-def slash_queries(
-    ranges: MaskRanges, index: VerticalSlashIndex, q_blocks: Tensor, batch: int
-) -> SlashQueries:
+def slash_queries(ranges: MaskRanges, index: VerticalSlashIndex, q_blocks: Tensor) -> SlashQueries:
     """The SlashQueries of global blocks int [nq], from mask, pattern and layout alone."""
     q_positions = token_positions(q_blocks, index.block_size)
     reach = torch.stack(block_reach(ranges, q_positions, index.block_size), dim=-1)  # [Bm, nq, 4]
-    start, stop = query_ranges(ranges, q_positions, batch)
+    start, stop = query_ranges(ranges, q_positions, index.batch)
     return SlashQueries(
         spans=index.block_spans(q_blocks),
-        reach=reach.expand(batch, -1, -1).int().contiguous(),
+        reach=reach.expand(index.batch, -1, -1).int().contiguous(),
         blocks=q_blocks.int(),
         start=start,
         stop=stop,

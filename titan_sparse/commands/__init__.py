@@ -1,7 +1,6 @@
 """The commands of titan-sparse, a module each with main(words). It returns the exit status."""
 
 import argparse
-import contextlib
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -73,12 +72,11 @@ def positive(text: str) -> int:
 
 def in_tokens(text: str) -> int:
     """An argparse type: tokens, such as 4096 or 4k."""
-    with contextlib.suppress(ValueError):
-        if (number := tokens(text)) >= 0:
-            return number
-    raise argparse.ArgumentTypeError(
-        f"{text} is not a number of tokens; write for example 4096 or 4k"
-    )
+    try:
+        return tokens(text)
+    except ValueError as error:
+        said = f"{text} is not a number of tokens; write for example 4096 or 4k"
+        raise argparse.ArgumentTypeError(said) from error
 
 
 def refuses(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:

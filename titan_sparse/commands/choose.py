@@ -37,6 +37,7 @@ from titan_sparse.data.shards import write_json
 from titan_sparse.models.flavours import resolve
 from titan_sparse.options.values import show
 from titan_sparse.training.attention import selecting_layers, sparse_from, why_dense
+from titan_sparse.training.checkpoint.folders import lock_run
 from titan_sparse.training.faults.process_groups import choose_device, on_first_rank
 from titan_sparse.training.metrics_output import read_lines
 from titan_sparse.training.trainer import Trainer
@@ -83,6 +84,8 @@ def main(words: list[str]) -> int:
     # Everything is dense if the lowest recall is.
     first = f"recall {RECALLS[0]}"
     refuse_dense(configs[first])
+    if is_first_rank():
+        lock_run(str(args.out), key="--out")
     rows = {first: measured(first, configs[first])}
     if rows[first]["density"] == 1:
         say(all_dense(configs[first], rows[first]))

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from titan_sparse.commands import in_tokens, parser_of, positive, refuses
 from titan_sparse.config import Config, check, world_from_environment
-from titan_sparse.config.checking import of_other_patterns
+from titan_sparse.config.ignored import of_other_patterns
 from titan_sparse.config.reading import lengths_of, refuse_ignored, require
 from titan_sparse.data import Tokenizer, open_tokenizer
 from titan_sparse.data.documents import open_documents
@@ -64,19 +64,8 @@ def main(words: list[str]) -> int:
         records = score_samples(scorer, needles, args.answers == "generated")
         results["needle"] = {"cells": needle.by_cell(records), "records": records}
     if dist.get_rank() == 0:
-        for task, length in itertools.product(args.tasks, args.lengths):
-            at_once = length
-            if task == "position":
-                # Of documents that are shorter than a window, all is in one.
-                at_once = max(len(sequence.tokens) for sequence in windows[length])
-            elif args.answers == "generated":
-                # A generated answer is not read with the prompt.
-                at_once -= max(sample.new_tokens for sample in needles)
-            if config.attention.pattern != "dense" and at_once < sparse_from(config.attention):
-                print(
-                    f"{task}, --lengths {length}: attention was dense, as {config.attention.pattern} leaves out "
-                    f"pairs only in documents of {sparse_from(config.attention)} tokens or more"
-                )
+        for line in dense_lengths(args, config, windows, needles):
+            print(line)
         with full_disk_at(args.out):
             files = write(results, origin_of(args, config, checkpoint), args.out)
         print(summary(results))
@@ -194,6 +183,34 @@ def read(
         depths = needle.depths(args.depths)
         needles = needle.needle_samples(documents, args.lengths, depths, args.samples, args.seed)
     return windows, needles
+
+
+def dense_lengths(
+    args: argparse.Namespace,
+    config: Config,
+    windows: dict[int, list[Sequence]],
+    needles: list[Sample],
+) -> list[str]:
+    """A line for each task and length at which a pattern left out nothing."""
+    pattern = config.attention.pattern
+    if pattern == "dense":
+        return []
+    least = sparse_from(config.attention)
+    lines = []
+    for task, length in itertools.product(args.tasks, args.lengths):
+        at_once = length
+        if task == "position":
+            # Of documents that are shorter than a window, all is in one.
+            at_once = max(len(sequence.tokens) for sequence in windows[length])
+        elif args.answers == "generated":
+            # A generated answer is not read with the prompt.
+            at_once -= max(sample.new_tokens for sample in needles)
+        if at_once < least:
+            lines.append(
+                f"{task}, --lengths {length}: attention was dense, as {pattern} leaves out "
+                f"pairs only in documents of {least} tokens or more"
+            )
+    return lines
 
 
 def write(results: dict[str, Any], about: dict[str, Any], out: str) -> list[str]:

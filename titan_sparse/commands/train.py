@@ -24,7 +24,7 @@ from titan_sparse.config import (
     world_from_environment,
     world_of,
 )
-from titan_sparse.config.checking import refuse_unused
+from titan_sparse.config.ignored import refuse_unused
 from titan_sparse.config.start import is_first_rank
 from titan_sparse.training.faults.launcher import (
     OtherRankFailed,

@@ -3,9 +3,9 @@ so that mistakes are reported at once.
 
 sections.py: the sections as dataclasses, with the range and the meaning of each option.
 reading.py: command line and TOML to a Config, and back. checking.py refuses impossible values and
-combinations, and derives the sizes that other parts need. sources.py: the parts of data.source and
-their files. start.py: what torchrun has set, and the files that a run begins with. changes.py: what
-a start changes in the run that it resumes.
+combinations, and derives the sizes that other parts need. ignored.py refuses options that would do
+nothing. sources.py: the parts of data.source and their files. start.py: what torchrun has set, and
+the files that a run begins with. changes.py: what a start changes in the run that it resumes.
 """
 
 from titan_sparse.options.extras import need_here

@@ -242,10 +242,14 @@ def _assign(config: Config, key: str, value: Any, where: str) -> None:
     setattr(attrgetter(section)(config), name, checked(f"{where}: {key}", kind, value))
 
 
-def tokens(text: str) -> int:
-    """A number of tokens as our tables write it: 131072, or 128K, or 1M. Raises ValueError."""
+def tokens(text: str, least: int = 0) -> int:
+    """A number of tokens as our tables write it: 131072, or 128K, or 1M. Raises ValueError for
+    other words, and for fewer than `least`."""
     scale = {"k": 2**10, "m": 2**20}.get(text[-1:].lower())
-    return int(text[:-1]) * scale if scale else int(text)
+    number = int(text[:-1]) * scale if scale else int(text)
+    if number < least:
+        raise ValueError(f"{text} is below {least}")
+    return number
 
 
 def dense_layers(attention: Attention) -> list[int]:
@@ -268,11 +272,10 @@ def lengths_of(text: str, name: str) -> list[int]:
     """Lengths in tokens, such as "4096,128k". Raises ConfigError, with the option's name, for other
     words."""
     try:
-        lengths = [tokens(word.strip()) for word in text.split(",")]
-    except ValueError:
-        lengths = [0]
-    require(min(lengths) > 0, f"{name} = {show(text)} are no lengths; write for example 4096,128k")
-    return lengths
+        return [tokens(word.strip(), least=1) for word in text.split(",")]
+    except ValueError as error:
+        said = f"{name} = {show(text)} are no lengths; write for example 4096,128k"
+        raise ConfigError(said) from error
 
 
 def checked(key: str, kind: Any, value: Any) -> Any:

@@ -60,7 +60,7 @@ def _is_chosen(index: BlockIndex, pattern: Pattern, ranges: MaskRanges, first: B
     """True if the pattern chose the index under this mask, with as many heads
     as the first one has."""
     of_batch = (len(first.verticals), first.heads, first.block_size)
-    if (len(index.verticals), index.heads, index.block_size) != of_batch:
+    if (index.batch, index.heads, index.block_size) != of_batch:
         return False
     try:
         again = pattern.index([tensor.cpu() for tensor in index.tensors()], ranges, *of_batch)

@@ -27,9 +27,9 @@ from titan_sparse.attention.context_parallel.schedules import (
 )
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.masks.visibility import seen_blocks, seen_chunks, visible_pairs
-from titan_sparse.attention.observe import Visits, by_step, count_visits
 from titan_sparse.attention.patterns import BlockIndex
 from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS, Constants, KVShape
+from titan_sparse.estimate.visits import Visits, by_step, count_visits
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def plan_layer(layer: LayerWork, setting: Setting, constants: Constants) -> Laye
     else:
         work, forward, backward = planner.ring()
     # The mask is the same for all heads, and one mask may stand for all sequences.
-    sequences_per_mask = len(layer.index.verticals) // len(layer.ranges.start)
+    sequences_per_mask = layer.index.batch // len(layer.ranges.start)
     visible = visible_pairs(layer.ranges).sum().item() * layer.index.heads * sequences_per_mask
     return LayerPlan(setting, work.sum().item() / visible, work, forward, backward)
 
@@ -148,7 +148,7 @@ class _Planner:
         self.setting = setting
         self.constants = constants
         shape = layer.shape
-        tokens = len(layer.index.verticals) * layer.ranges.start.shape[1]
+        tokens = layer.index.batch * layer.ranges.start.shape[1]
         # Of K and V of one rank.
         elements = 2 * tokens * shape.kv_heads * shape.head_dim // setting.ranks
         self.key_bytes = elements * shape.element_bytes

@@ -21,7 +21,7 @@ from titan_sparse.config import (
     world_from_environment,
 )
 from titan_sparse.config.changes import read_saved
-from titan_sparse.config.checking import ignored_options
+from titan_sparse.config.ignored import ignored_options
 from titan_sparse.config.reading import KINDS, given_keys, load_config, require
 from titan_sparse.config.sources import (
     has_chats,
@@ -44,13 +44,13 @@ from titan_sparse.models.initialization import initialize
 from titan_sparse.models.lora import adapter_shapes, add_adapters
 from titan_sparse.options.values import show
 from titan_sparse.training.attention import (
+    block_table,
     build_attends,
     build_context_parallel,
     build_layer_masks,
-    build_mask,
     build_shard,
 )
-from titan_sparse.training.checkpoint.folders import newest_checkpoint
+from titan_sparse.training.checkpoint.folders import METADATA, newest_checkpoint
 from titan_sparse.training.checkpoint.reader import read_into, read_metadata, verify
 from titan_sparse.training.faults.process_groups import (
     Meshes,
@@ -190,8 +190,7 @@ def _leave_out_others(config: Config, words: list[str]) -> None:
 def _was_begun(checkpoint: str) -> bool:
     """True if texts could begin with a token of the tokenizer in the run of a checkpoint: prepared
     tokens may lack it. True if only chats were learned."""
-    is_step = os.path.isfile(os.path.join(checkpoint, ".metadata"))
-    saved = read_saved(checkpoint if is_step else newest_checkpoint(checkpoint))
+    saved = read_saved(_step_of(checkpoint))
     parts = saved.origin["data"] if saved else []
     parts = [part for part in parts if SampleFormat(part["format"]).takes_bos]
     return not parts or any(part["add_bos"] for part in parts)
@@ -199,14 +198,17 @@ def _was_begun(checkpoint: str) -> bool:
 
 def find_checkpoint(path: str) -> str:
     """The folder step-N that `path` names: that folder, or the newest one of an output_dir."""
-    if os.path.isfile(os.path.join(path, ".metadata")):
-        return path
-    folder = newest_checkpoint(path)
+    folder = _step_of(path)
     if folder is None:
         raise ValueError(
             f"{path} holds no complete checkpoint; write a run's output_dir or its checkpoint/step-N"
         )
     return folder
+
+
+def _step_of(path: str) -> str | None:
+    """find_checkpoint(); None if there is no complete checkpoint."""
+    return path if os.path.isfile(os.path.join(path, METADATA)) else newest_checkpoint(path)
 
 
 def find_config(source: str) -> str:
@@ -297,7 +299,7 @@ def build_run_scorer(
 
     def masks(lengths: list[list[int]], seq_len: int) -> tuple[Any, Tensor | None]:
         # Probes have no seed and use fixed rows: results do not depend on a step.
-        table = cp.balance(build_mask(attention, lengths).rows(seq_len, device)).table
+        table = block_table(attention, cp, lengths, seq_len)
         built = build_layer_masks(attention, model_config, lengths, seq_len, cp, device, table)
         return built, table
 

@@ -33,9 +33,9 @@ from titan_sparse.models.huggingface_config import read_json
 from titan_sparse.models.huggingface_files import weights_digest
 from titan_sparse.models.lora import peft_config
 from titan_sparse.training.attention import why_dense
-from titan_sparse.training.checkpoint.folders import FOLDER, newest_checkpoint
-from titan_sparse.training.dry_run import step_of
+from titan_sparse.training.checkpoint.folders import FOLDER, newest_checkpoint, step_folder
 from titan_sparse.training.run_folder import versions
+from titan_sparse.training.step_shape import step_of
 from titan_sparse.training.validation import Validator
 
 logger = logging.getLogger("titan_sparse")
@@ -58,7 +58,7 @@ def checkpoint_to_resume(config: Config) -> str | None:
 
 
 def step_path(config: Config, step: int) -> str:
-    return os.path.join(config.training.output_dir, FOLDER, f"step-{step}")
+    return str(step_folder(Path(config.training.output_dir, FOLDER), step))
 
 
 def check_initial_weights(config: Config, model: DecoderConfig) -> None:

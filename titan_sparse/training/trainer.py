@@ -42,7 +42,6 @@ from titan_sparse.training.attention import (
 from titan_sparse.training.checkpoint.checkpointer import Checkpointer, Progress
 from titan_sparse.training.checkpoint.folders import check_lock, lock_run, unlock_run
 from titan_sparse.training.checkpoint.saver import check_async_mode
-from titan_sparse.training.dry_run import memory_line
 from titan_sparse.training.faults import process_groups
 from titan_sparse.training.faults.guard import Guard, decides_on_device, refuse_bad_weights
 from titan_sparse.training.faults.heartbeat import Watch
@@ -61,6 +60,7 @@ from titan_sparse.training.optimizer import build_optimizer, clip_gradients, set
 from titan_sparse.training.recovery import Recovery, decide
 from titan_sparse.training.run_folder import begin_start, profiler, report_end
 from titan_sparse.training.step_graphs import Computed, MicroBatch, StepGraphs, explain
+from titan_sparse.training.step_shape import memory_line
 from titan_sparse.training.validation import Validator
 
 logger = logging.getLogger("titan_sparse")

@@ -28,11 +28,12 @@ from titan_sparse.attention.context_parallel.layouts import (
 from titan_sparse.attention.masks import Causal, Documents, SlidingWindow
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.masks.slices import Slices
-from titan_sparse.attention.observe import count_visits, worker_imbalance
+from titan_sparse.attention.observe import worker_imbalance
 from titan_sparse.attention.patterns import Dense
 from titan_sparse.config import Attention
 from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS, load_constants
 from titan_sparse.estimate.indexes import ragged_lengths
+from titan_sparse.estimate.visits import count_visits
 from titan_sparse.training.attention import build_context_parallel
 
 CONSTANTS = Path(__file__).parents[3] / "titan_sparse/estimate/constants_h200.json"

@@ -57,10 +57,10 @@ def _record(patch: pytest.MonkeyPatch) -> list[str]:
             lines.append(f"wait {name}")
         return wait(pending)
 
-    def tiles(call, batch, source, transpose, make=AttentionCall.tiles_of_rank):
+    def tiles(call, source, transpose, make=AttentionCall.tiles_of_rank):
         if source is None:
             lines.append("tables")
-        return make(call, batch, source, transpose)
+        return make(call, source, transpose)
 
     def computed(*args, compute: Callable):
         lines.append("compute")

@@ -97,7 +97,7 @@ def test_equals_attention_over_tiles(name, monkeypatch):
     # The backward computes one of two KV heads at a time.
     monkeypatch.setattr(flex, "ENOUGH_BLOCKS", 1)
     monkeypatch.setattr(eager, "SERVES_DENSE", True)
-    monkeypatch.setattr(eager, "serves_dense", lambda q, shape: True)
+    monkeypatch.setattr(eager, "serves_dense", lambda shape: True)
     monkeypatch.setattr(eager, "dense_forward", flex.Flex().dense_forward)
     monkeypatch.setattr(eager, "dense_backward", flex.Flex().dense_backward)
     assert_equal(p.results(**options), want, tolerance=1e-11)
@@ -121,7 +121,7 @@ def test_offsets():
     assert found.shape.longest == 96 and found.shape.window is None
     assert found.padding.sum() == 5 and found.padding[0, -5:].all()
     # What is known without a wait: the same documents, and empty ones.
-    known = packed.known_packing(Documents([[50, 1, 40], [96]]).rows(S), 2)
+    known = packed.known_packing(Documents([[50, 1, 40], [96]]).rows(S))
     assert known.shape.offsets.tolist() == [0, 50, 51, 91, 96] + [192] * 60
     assert known.shape.longest == S and known.padding.equal(found.padding)
     one = packed.find_packing(Documents([[50, 46]]).rows(S), 3)  # a mask for all sequences

@@ -12,14 +12,13 @@ from torch import Tensor
 
 from tests.attention.patterns.helpers import MIXED, Case, cases_of_masks, check_selection
 from tests.attention.problems import NAMES, Problem
-from tests.reference import relative_error, structured_qkv
+from tests.reference import DEVICE, relative_error, structured_qkv
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import Dense, MoBA, moba
 from titan_sparse.attention.patterns.moba import _largest
 from titan_sparse.kernels import gathered as kernels
 from titan_sparse.kernels.gathered import launch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZE = 64
 SMALL = 64 if DEVICE == "cuda" else 16
 """The smallest block of the kernels."""

@@ -24,6 +24,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from tests.reference import DEVICE
 from titan_sparse.config import load, save
 from titan_sparse.evaluation.generation import generate
 from titan_sparse.integrations.lm_eval import TitanSparseLM
@@ -109,7 +110,6 @@ def write_tasks(folder: Path) -> Path:
     return folder
 
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The smallest block of the kernels on a GPU.
 BLOCK = 64 if DEVICE == "cuda" else 16
 LONGEST = 64

@@ -9,6 +9,7 @@ import transformers
 from torch import Tensor, nn
 
 from tests.models.transformers_models import EXPERTS, LINEAR, MODELS, WINDOW, tiny_model
+from tests.reference import DEVICE
 from titan_sparse import ContextParallel
 
 __all__ = ["WINDOW", "transformers"]
@@ -16,9 +17,8 @@ __all__ = ["WINDOW", "transformers"]
 CHUNK = 16
 VOCAB = 64
 BLOCK = 16
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-"""Of tests that also run on GPUs, whose kernels take blocks of 64 and more."""
 DEVICE_BLOCK = 64 if DEVICE == "cuda" else BLOCK
+"""Of tests that also run on GPUs, whose kernels take blocks of 64 and more."""
 
 OTHERS: dict[str, tuple[str, dict]] = {
     # Its positions are learned, and counted without padding.

@@ -188,7 +188,7 @@ class Backend(ABC):
         The dk and dv of a second piece, the verticals, are fp32 (fp64 for fp64).
         """
 
-    def serves_dense(self, q: Tensor, shape: DenseShape) -> bool:
+    def serves_dense(self, shape: DenseShape) -> bool:
         """True if dense_forward() and dense_backward() are the faster way for these inputs."""
         return False
 

@@ -44,7 +44,7 @@ class Cudnn(Triton):
         version = torch.backends.cudnn.version()
         return f"cudnn: cuDNN {version} for causal attention, own Triton kernels for other masks"
 
-    def serves_dense(self, q: Tensor, shape: DenseShape) -> bool:
+    def serves_dense(self, shape: DenseShape) -> bool:
         """Padding is allowed. Its rows are computed like all others, and the caller drops them."""
         return not shape.has_documents and shape.window is None
 

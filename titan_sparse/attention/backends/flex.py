@@ -109,7 +109,7 @@ class Flex(Triton):
         _write_gradients(by_token, (*tensors, queries.lse.float()), scale, options)
         return add(total.before, dq, total.dtype), (dk, dv)
 
-    def serves_dense(self, q: Tensor, shape: DenseShape) -> bool:
+    def serves_dense(self, shape: DenseShape) -> bool:
         return True
 
     def dense_forward(

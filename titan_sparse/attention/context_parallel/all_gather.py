@@ -27,11 +27,11 @@ class AllGather(Transport):
     def __init__(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, backward: bool):
         super().__init__(call, q, k, v, backward)
         self.dtype = call.sum_dtype(k)
-        self.rectangles = _rectangles(call, q) if call.backend.DENSE_BY_CHUNK else []
+        self.rectangles = _rectangles(call, q.shape[2]) if call.backend.DENSE_BY_CHUNK else []
         self.scattered: list[list[Pending]] = []
         # Made once for all heads, those of verticals when the first heads meet them.
-        self.tiles = functools.cache(functools.partial(call.tiles_of_rank, len(k), None))
-        vertical_tiles = functools.cache(functools.partial(call.tiles_of_verticals, len(k)))
+        self.tiles = functools.cache(functools.partial(call.tiles_of_rank, None))
+        vertical_tiles = functools.cache(call.tiles_of_verticals)
 
         kv_heads = k.shape[1]
         head_bytes = 2 * call.cp.size * k[:, :1].nbytes
@@ -108,13 +108,12 @@ class AllGather(Transport):
         self.scattered.append([start(x.to(sent_dtype).contiguous()) for x in by_rank])
 
 
-def _rectangles(call: AttentionCall, q: Tensor) -> list[tuple[Rectangle | None, slice]]:
+def _rectangles(call: AttentionCall, length: int) -> list[tuple[Rectangle | None, slice]]:
     """The rectangle of each rank whose keys this rank's queries see, and where those keys are among
-    those of all ranks. All queries see some of the first rank's."""
-    length = q.shape[2]
+    those of all ranks. All queries see some of the first rank's. length: tokens of a rank."""
     found: list[tuple[Rectangle | None, slice]] = []
     for source in range(call.cp.size):
-        rectangle = rectangle_of(call, q, source)
+        rectangle = rectangle_of(call, length, source)
         if rectangle is not None:
             found.append((rectangle, slice(source * length, (source + 1) * length)))
     return found

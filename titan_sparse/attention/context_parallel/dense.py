@@ -31,8 +31,8 @@ class Rectangle(NamedTuple):
     padding: Tensor | None = None
 
 
-def rectangle_of(call: AttentionCall, q: Tensor, source: int) -> Rectangle | None:
-    """The rectangle of this rank's queries and the keys of rank `source`.
+def rectangle_of(call: AttentionCall, length: int, source: int) -> Rectangle | None:
+    """The rectangle of this rank's queries, `length` tokens, and the keys of rank `source`.
 
     None if they do not make a rectangle, or if no kernel serves it.
 
@@ -41,11 +41,10 @@ def rectangle_of(call: AttentionCall, q: Tensor, source: int) -> Rectangle | Non
     """
     layout = call.cp.layout
     rank = call.cp.rank
-    length = q.shape[2]
     shape = DenseShape(causal=source == rank)
     if not call.plain or layout not in ("contiguous", "zigzag"):
         return None
-    if not call.backend.serves_dense(q, shape):
+    if not call.backend.serves_dense(shape):
         return None
     if source == rank:
         return Rectangle(0, length, shape)
@@ -56,8 +55,8 @@ def rectangle_of(call: AttentionCall, q: Tensor, source: int) -> Rectangle | Non
     return Rectangle(0, length, shape) if source < rank else None
 
 
-def packing_of(call: AttentionCall, q: Tensor, k: Tensor) -> Rectangle | None:
-    """All keys of a dense call that is causal inside documents, with or without a window.
+def packing_of(call: AttentionCall, k: Tensor) -> Rectangle | None:
+    """All keys [B, Hkv, S, D] of a dense call that is causal inside documents, with or without a window.
 
     Documents of all sequences come one sequence after the other, and a run of padding counts as
     one. None for any other call, or if no kernel serves it without tables of blocks. Tables would
@@ -68,25 +67,28 @@ def packing_of(call: AttentionCall, q: Tensor, k: Tensor) -> Rectangle | None:
         return None
     shape = DenseShape(causal=True, has_documents=call.mask.document_start is not None)
     # Asked twice: the first time spares the host the wait, the second time the window is known.
-    if not call.backend.serves_dense(q, shape):
+    if not call.backend.serves_dense(shape):
         return None
     if call.plain:
         return Rectangle(0, k.shape[2], shape)
     if call.is_partial:
         return None
-    batch = len(q)
-    find = find_packing
-    if call.mask.offsets is not None and len(call.mask.start) == batch:
-        find = known_packing
-    packing = once_per_mask(call.mask, ("packing", batch), lambda: find(call.mask, batch))
-    if packing is None or not call.backend.serves_dense(q, packing.shape):
+    batch = len(k)
+
+    def find() -> Rectangle | None:
+        if call.mask.offsets is not None and len(call.mask.start) == batch:
+            return known_packing(call.mask)
+        return find_packing(call.mask, batch)
+
+    packing = once_per_mask(call.mask, ("packing", batch), find)
+    if packing is None or not call.backend.serves_dense(packing.shape):
         return None
     return packing
 
 
-def known_packing(ranges: MaskRanges, batch: int) -> Rectangle:
-    """The rectangle of a mask with offsets for `batch` sequences. Nothing in it depends on numbers
-    that only the device knows, so that a CUDA graph can be replayed with other documents."""
+def known_packing(ranges: MaskRanges) -> Rectangle:
+    """The rectangle of a mask with offsets for all sequences. Nothing in it depends on numbers that
+    only the device knows, so that a CUDA graph can be replayed with other documents."""
     seq_len = ranges.start.shape[1]
     shape = DenseShape(
         causal=True,

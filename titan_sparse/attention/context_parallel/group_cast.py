@@ -66,14 +66,10 @@ class GroupCast(Transport):
         for number, (blocks, (k, v)) in enumerate(zip(self.blocks, self._arriving(), strict=True)):
             d_kv = None
             if len(blocks) > 0:
-                name = (len(self.blocks), self.backward, number, len(blocks))
-                tiles = functools.partial(
-                    self.call.tiles_of_blocks,
-                    len(k),
-                    k_blocks=blocks,
-                    name=None if self.call.pattern.dynamic else name,
-                )
-                step = Step(0, k, v, tiles)
+                name = None
+                if not self.call.pattern.dynamic:
+                    name = (len(self.blocks), self.backward, number, len(blocks))
+                step = Step(0, k, v, functools.partial(self.call.tiles_of_blocks, blocks, name))
                 yield step
                 d_kv = step.d_kv if self.backward else None
             if self.backward:

@@ -28,7 +28,7 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     """out [B, Hq, S_local, D], lse [B, Hq, S_local], and the keys and values of the gathered
     verticals [2, B, Hq, C, D]."""
     vertical_kv = q.new_empty(2, *q.shape[:2], 0, q.shape[3])
-    computation = call.computation(len(q))
+    computation = call.computation()
     if computation is not None:
         return *computation.forward(q, k, v), vertical_kv
     if call.cp.size > 1:
@@ -74,7 +74,7 @@ def backward(
     call: AttentionCall, queries: Queries, k: Tensor, v: Tensor, vertical_kv: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this rank's q, k and v, in their dtype."""
-    computation = call.computation(len(k))
+    computation = call.computation()
     if computation is not None:
         return computation.backward(queries, k, v)
     if call.cp.size > 1:
@@ -156,7 +156,7 @@ class Group:
         k, v = kv = vertical_kv[:, :, self.heads]
         if self.vertical_tiles is not None:
             return [*pieces, Piece(k, v, self.vertical_tiles(by_key))]
-        return [*pieces, self.call.vertical_piece(kv, len(k), by_key, share, shares)]
+        return [*pieces, self.call.vertical_piece(kv, by_key, share, shares)]
 
 
 @dataclass
@@ -214,8 +214,8 @@ class OneRank(Transport):
 
     def __init__(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, backward: bool):
         super().__init__(call, q, k, v, backward)
-        tiles = functools.partial(call.tiles_of_rank, len(k), 0)
-        packing = dense.packing_of(call, q, k) if call.backend.SERVES_DENSE else None
+        tiles = functools.partial(call.tiles_of_rank, 0)
+        packing = dense.packing_of(call, k) if call.backend.SERVES_DENSE else None
         self.step = Step(0, k, v, tiles, packing)
         self.groups = [Group(call, slice(None), steps=1)]
 

@@ -71,8 +71,7 @@ def met_blocks(ranges: MaskRanges, index: BlockIndex, table: Tensor) -> Tensor:
     """
     keys = index.all_blocks()
     size = index.block_size
-    batch = index.verticals.shape[0]
-    tiles_of_q_block = batch * index.heads * len(keys)
+    tiles_of_q_block = index.batch * index.heads * len(keys)
     q_blocks_at_once = max(1, _TILES_AT_ONCE // tiles_of_q_block)
     met = []
     for q_blocks in table.flatten().split(q_blocks_at_once):

@@ -55,9 +55,10 @@ class Ring(Transport):
         homes = self.homes if self.backward else None
         for at in circulate(self.call.cp, self.route, self.chunks, homes):
             call = self.groups[at.group].call
-            tiles = functools.partial(call.tiles_of_rank, len(self.q), at.source)
+            tiles = functools.partial(call.tiles_of_rank, at.source)
             k, v = at.chunk[0]
-            step = Step(at.group, k, v, tiles, rectangle_of(self.call, self.q, at.source))
+            rectangle = rectangle_of(self.call, self.q.shape[2], at.source)
+            step = Step(at.group, k, v, tiles, rectangle)
             yield step
             if self.backward:
                 at.gradient = _stacked(step.d_kv, self.call.sum_dtype(self.q))
@@ -122,7 +123,7 @@ def _backward_with_queries_circulating(
     reduced = None
     if vertical_kv.shape[3] > 0:
         # Verticals do not travel: every rank has them. Their gradients hide behind the ring.
-        piece = call.vertical_piece(vertical_kv, len(q), by_key)
+        piece = call.vertical_piece(vertical_kv, by_key)
         dq_of_verticals, [d_verticals] = call.backend.backward(
             queries, [piece], call.scale, Sum(dtype)
         )
@@ -140,7 +141,7 @@ def _backward_with_queries_circulating(
         (passing_q, passing_d_out), (passing_lse, passing_delta) = at.chunk
         passing_out = _out_with(passing_d_out, passing_delta)
         passing = Queries(passing_q, passing_d_out, passing_out, passing_lse)
-        tiles = call.tiles_of_rank(len(q), call.cp.rank, by_key, at.source)
+        tiles = call.tiles_of_rank(call.cp.rank, by_key, at.source)
         dq, [d_kv_here] = call.backend.backward(
             passing, [Piece(k, v, tiles)], call.scale, Sum(dtype)
         )

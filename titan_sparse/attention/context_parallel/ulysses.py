@@ -130,9 +130,12 @@ def _differentiate(ctx, gradients: list[Tensor]) -> tuple:
 _trade.register_autograd(_differentiate, setup_context=_save)
 
 
-def index_of_all_heads(index: list[Tensor], by_heads: ContextParallel) -> list[Tensor]:
-    """The tensors of an index, [B, H / ranks, ...] each, of the heads of all ranks: [B, H, ...]."""
-    return [_of_all_heads(x, by_heads.key) for x in index]
+def index_of_all_heads(index: list[Tensor], by_heads: str) -> list[Tensor]:
+    """The tensors of an index, [B, H / ranks, ...] each, of the heads of all ranks: [B, H, ...].
+
+    by_heads: the key of the ContextParallel that attended to this rank's.
+    """
+    return [_of_all_heads(x, by_heads) for x in index]
 
 
 @torch.library.custom_op("titan_sparse::of_all_heads", mutates_args=())

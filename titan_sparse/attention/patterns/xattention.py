@@ -16,7 +16,8 @@ from torch import Tensor
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask
-from titan_sparse.attention.patterns.base import BlockPattern, gather_blocks
+from titan_sparse.attention.patterns.base import gather_blocks
+from titan_sparse.attention.patterns.blocks import BlockPattern
 from titan_sparse.attention.patterns.spans import (
     Spans,
     find_spans,

@@ -4,7 +4,6 @@ checkpoints, sparse or dense.
 All ranks run rank 0's requests, as tasks may draw them at random, and rank 0 reports.
 """
 
-import contextlib
 import itertools
 import logging
 import os
@@ -26,8 +25,9 @@ from lm_eval.models.utils import (
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from titan_sparse.config import Config, Refusal, check, world_from_environment
-from titan_sparse.config.checking import chat_template_kwargs, of_other_patterns
+from titan_sparse.config import Config, ConfigError, Refusal, check, world_from_environment
+from titan_sparse.config.checking import chat_template_kwargs
+from titan_sparse.config.ignored import of_other_patterns
 from titan_sparse.config.reading import as_words, refuse_ignored, require, tokens
 from titan_sparse.config.sources import tokenizer_name
 from titan_sparse.data.chat_template import as_prepared, run_texts
@@ -111,7 +111,11 @@ class TitanSparseLM(TemplateLM):
             keys.setdefault("training.device", "auto")
         elif device is not None:
             keys["training.device"] = _choose_gpu(device)
-        most = _length(max_length) if max_length is not None else 0
+        try:
+            most = 0 if max_length is None else tokens(str(max_length), least=1)
+        except ValueError as error:
+            said = "is not a number of tokens; write for example 4096 or 128k"
+            raise ConfigError(f"max_length = {max_length} {said}") from error
         require(
             add_bos_token in (None, True, False),
             f"add_bos_token = {add_bos_token} is neither true nor false; write one of them",
@@ -354,18 +358,6 @@ class TitanSparseLM(TemplateLM):
         labels = np.full(len(whole) - 1, IGNORE_INDEX)
         labels[-count:] = continuation
         return Sequence(whole[:-1], labels)
-
-
-def _length(max_length: int | str) -> int:
-    """The argument max_length as a number. Raises ConfigError."""
-    length = 0
-    with contextlib.suppress(ValueError):
-        length = tokens(str(max_length))
-    require(
-        length > 0,
-        f"max_length = {max_length} is not a number of tokens; write for example 4096 or 128k",
-    )
-    return length
 
 
 def _choose_gpu(name: str) -> str:

@@ -23,6 +23,7 @@ from titan_sparse.integrations.transformers.masks import (
     AttentionSettings,
     LayerMask,
     MaskRule,
+    as_layer_mask,
     check_bounds,
     read_rule,
     settings_of,
@@ -161,18 +162,15 @@ def make_mask(
     if isinstance(attention_mask, LayerMask):
         # generate() with a static cache asks us first, and the model asks again.
         return attention_mask
-    if isinstance(attention_mask, Mask | MaskRanges):
-        attention_mask = AttentionMask(attention_mask)
     rule = read_rule(mask_function)
     check_rope(kwargs.get("config"), settings.ranks)
-    # Beside an AttentionMask, no cache means a kv_length of 0. Several tokens may meet an empty
+    # Beside a mask of ours, no cache means a kv_length of 0. Several tokens may meet an empty
     # static cache: the host waits for the device.
     follows_cache = kv_length > q_length and (q_length == 1 or int(q_offset) > 0)
-    if isinstance(attention_mask, AttentionMask):
+    if isinstance(attention_mask, AttentionMask | Mask | MaskRanges):
         if follows_cache:
             raise ValueError(BESIDE_CACHE)
-        own = attention_mask.mask
-        return LayerMask(rule, padding=None, own=own, keys=max(q_length, kv_length))
+        return as_layer_mask(attention_mask, max(q_length, kv_length), rule)
     _check(attention_mask, rule)
     if settings.ranks > 1:
         raise ValueError(

@@ -177,9 +177,9 @@ class AttentionMask:
         raise ValueError(_CHUNKS)
 
 
-# A model hands on our masks as they are, too.
+# A model hands on our masks as they are, too. Their shape says only that they are not [B, S].
 for _kind in (Mask, MaskRanges):
-    for _asked in ("ndim", "shape", "contiguous", "cumsum"):
+    for _asked in ("ndim", "shape", "cumsum"):
         setattr(_kind, _asked, vars(AttentionMask)[_asked])
 
 
@@ -262,14 +262,15 @@ def check_bounds(bounds: Tensor, position_ids: Tensor | None) -> None:
     )
 
 
-def as_layer_mask(mask: AttentionMask | Mask | MaskRanges, keys: int) -> LayerMask:
+def as_layer_mask(
+    mask: AttentionMask | Mask | MaskRanges, keys: int, rule: MaskRule | None = None
+) -> LayerMask:
     """The mask in the form that layers read. A mask that a user gave for one kind of layer is
-    kept."""
+    kept. rule: of these layers, in addition to the mask."""
     if isinstance(mask, LayerMask):
         return mask
-    if isinstance(mask, AttentionMask):
-        mask = mask.mask
-    return LayerMask(MaskRule(), padding=None, own=mask, keys=keys)
+    own = mask.mask if isinstance(mask, AttentionMask) else mask
+    return LayerMask(rule or MaskRule(), padding=None, own=own, keys=keys)
 
 
 def has_documents(ranges: MaskRanges) -> bool:

@@ -132,8 +132,10 @@ def free_name(path: Path, first: str) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def lock_run(output_dir: str, wait_seconds: float = WAIT_SECONDS) -> None:
-    """Make `output_dir`, if there is none, and keep other processes' runs out of it.
+def lock_run(
+    output_dir: str, wait_seconds: float = WAIT_SECONDS, key: str = "training.output_dir"
+) -> None:
+    """Make `output_dir`, which is the value of `key`, and keep other processes' runs out of it.
 
     A second call in the same process does nothing, unless the folder was deleted or moved since: a
     run that failed keeps its lock. The system gives the lock back when the process ends. Raises
@@ -151,11 +153,10 @@ def lock_run(output_dir: str, wait_seconds: float = WAIT_SECONDS) -> None:
         descriptor = os.open(path, flags, 0o644)
     except OSError as error:
         raise Refusal(
-            f"training.output_dir = {output_dir} can't be written ({error.strerror}); "
-            "write a folder of your own"
+            f"{key} = {output_dir} can't be written ({error.strerror}); write a folder of your own"
         ) from error
     try:
-        _wait_for(descriptor, path, output_dir, wait_seconds)
+        _wait_for(descriptor, path, f"{key} = {output_dir}", wait_seconds)
     except BaseException:
         os.close(descriptor)
         raise
@@ -190,7 +191,8 @@ def _path(output_dir: str) -> str:
     return os.path.join(os.path.realpath(output_dir), LOCK)
 
 
-def _wait_for(descriptor: int, path: str, output_dir: str, wait_seconds: float) -> None:
+def _wait_for(descriptor: int, path: str, folder: str, wait_seconds: float) -> None:
+    """folder: what messages call it."""
     began = time.monotonic()
     is_announced = False
     while True:
@@ -204,7 +206,7 @@ def _wait_for(descriptor: int, path: str, output_dir: str, wait_seconds: float) 
                 wait_seconds = LEASE_SECONDS
             if time.monotonic() - began >= wait_seconds:
                 raise Refusal(
-                    f"training.output_dir = {output_dir} is in use by another run "
+                    f"{folder} is in use by another run "
                     f"({holder or 'it does not say which'}); "
                     "end that one, or write another folder"
                 ) from None
@@ -217,7 +219,7 @@ def _wait_for(descriptor: int, path: str, output_dir: str, wait_seconds: float) 
                 raise
             logger.warning(
                 "the file system of %s has no locks: a second run in it would not be refused",
-                output_dir,
+                folder,
             )
             return
     started = time.strftime("%Y-%m-%d %H:%M:%S %z")

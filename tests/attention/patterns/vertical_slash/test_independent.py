@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.attention.patterns.helpers import BLOCK, Case, cases_of_masks, check_selection, published
-from tests.reference import structured_qkv
+from tests.reference import DEVICE, structured_qkv
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.patterns.spans import find_spans, share_of_cap
 from titan_sparse.attention.patterns.vertical_slash.independent import Segments, smallest_sets
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MOST_MASS = 128
 
 Span = tuple[int, int]
