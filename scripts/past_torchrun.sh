@@ -43,6 +43,7 @@ export TITAN_SPARSE_ENDED=$folder/ended
 trap 'rm -r "$folder"' EXIT
 
 for ((left = ${RESTARTS:-0}; ; left--)); do
+    export TITAN_SPARSE_RESTART_COUNT=$((${RESTARTS:-0} - left))
     run "$@"
     if [[ $status -ne 1 || $left -eq 0 || -n $stopped || -e $TITAN_SPARSE_ENDED ]]; then
         exit "$status"

@@ -1,6 +1,7 @@
 """What is refused is one line that says what is wrong and what to write."""
 
 import contextlib
+import resource
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -25,3 +26,14 @@ def error_of(capsys: pytest.CaptureFixture, main: Callable[[list[str]], int], *w
     [line] = [line for line in error.splitlines() if line and "examples/s" not in line]
     assert line.startswith("error: "), error
     return line
+
+
+@contextlib.contextmanager
+def room_for(file_bytes: int) -> Iterator[None]:
+    """Inside, no file can become longer, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -2,6 +2,7 @@
 titan_sparse COMMAND ...`."""
 
 import importlib
+import os
 import sys
 
 from titan_sparse.options.extras import program
@@ -33,6 +34,19 @@ _USAGE = "\n".join(
 
 def main() -> int:
     """Run the command that sys.argv names; returns its exit status."""
+    try:
+        status = _command()
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # What reads the output, such as head, has seen enough. Python flushes it once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _command() -> int:
     name, *words = sys.argv[1:] or ["--help"]
     if name in ("--help", "-h"):
         print(_USAGE)

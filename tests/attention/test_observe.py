@@ -6,13 +6,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from tests.attention.masks.test_visibility import SLICES
 from tests.attention.problems import RANGES, SEQ_LEN
 from tests.reference import dense_attention, structured_qkv, tiles_of
 from titan_sparse.attention import attend
 from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.context_parallel.schedules import SCHEDULES
-from titan_sparse.attention.masks import Causal, Documents, SlidingWindow
+from titan_sparse.attention.masks import Causal, Documents, Slices, SlidingWindow, visibility
 from titan_sparse.attention.masks.ranges import token_positions
+from titan_sparse.attention.masks.slices import sliding_window
 from titan_sparse.attention.observe import recording, worker_imbalance
 from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash, XAttention
 from titan_sparse.estimate.visits import Visits, by_step, count_visits
@@ -89,6 +91,45 @@ def test_visits_are_what_the_dense_mask_says(monkeypatch, case, layout, ranks, e
         assert torch.equal(visits.full, _by_rank(computed & allowed, table))
         assert torch.equal(visits.partial, _by_rank(computed & ~allowed, table))
     assert visits.partial.sum() > 0 or case == "full"
+
+
+@pytest.mark.parametrize("elements", [1, 500, 1 << 23])
+@pytest.mark.parametrize("name", SLICES)
+def test_visits_of_slices(monkeypatch, name, elements):
+    """Slices that share a cut tile are counted one by one. All else is what the dense mask says."""
+    monkeypatch.setattr("titan_sparse.estimate.visits._ELEMENTS", elements)
+    ranges = SLICES[name].rows(SEQ_LEN)
+    index = Dense().index([], ranges, 2, 4, BLOCK)
+    table = block_ids("striped", 4, SEQ_LEN, BLOCK)
+    visits = count_visits(index, ranges, table)
+    seen = SLICES[name].dense(SEQ_LEN)[:, None].expand(2, 4, -1, -1)
+    tokens = torch.stack([token_positions(blocks, BLOCK) for blocks in table])
+    assert torch.equal(visits.pairs, _by_rank(seen, tokens))
+    tiles = tiles_of(seen, BLOCK)
+    assert torch.equal(visits.full, _by_rank(tiles.all((-1, -2)), table))
+    assert torch.equal(visits.met, tiles.any((-1, -2)).any(0).any(0)[table].any(1))
+    cut = _by_rank(tiles.any((-1, -2)) & ~tiles.all((-1, -2)), table)
+    assert (visits.partial >= cut).all() and torch.equal(visits.partial > 0, cut > 0)
+
+
+def test_only_tiles_that_slices_touch_are_looked_at(monkeypatch):
+    looked_at = []
+
+    def tiles_between(ranges, q_blocks, k_blocks, size):
+        looked_at.append(len(q_blocks) * len(k_blocks))
+        return visibility.tiles_between(ranges, q_blocks, k_blocks, size)
+
+    monkeypatch.setattr("titan_sparse.estimate.visits.tiles_between", tiles_between)
+    seq_len, window = 1 << 20, 1 << 13
+    ranges = Slices.batch([sliding_window([seq_len], window, 64)]).rows(seq_len)
+    table = block_ids("striped", 8, seq_len, 128)
+    visits = count_visits(Dense().index([], ranges, 1, 16, 128), ranges, table)
+    # All rows see the window up to their own key, and the sinks before it.
+    rows = torch.arange(seq_len)
+    pairs = 16 * ((rows + 1).clamp(max=window) + (rows + 1 - window).clamp(0, 64)).sum()
+    assert visits.pairs.sum() == pairs
+    # Of the blocks of queries at once, some see a block of keys that the others do not.
+    assert sum(looked_at) < 5 * (visits.full + visits.partial).sum() / 16
 
 
 @pytest.mark.parametrize("case", ["causal", "full"])

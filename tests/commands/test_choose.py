@@ -4,6 +4,8 @@ one rank against two."""
 import fcntl
 import json
 import re
+import signal
+import sys
 
 import numpy as np
 import pytest
@@ -13,6 +15,8 @@ import transformers
 from tests.distributed import run_program
 from tests.models.transformers_models import tiny_model
 from tests.refusals import error_of
+from titan_sparse import __main__
+from titan_sparse.commands import choose
 from titan_sparse.commands.choose import (
     choice,
     configurations,
@@ -100,7 +104,8 @@ def test_heads_at_their_caps_are_counted(folder, capsys):
 
 
 def test_the_lines_to_write_hold_what_was_measured(folder):
-    words = [*_words(folder, "lines"), "--attention.xattention.stride=8"]
+    (folder / "other.toml").write_text("[attention.xattention]\nstride = 8\n")
+    words = [*_words(folder, "lines"), f"--config={folder}/other.toml"]
     words = words_of_runs(str(folder / "model"), 2, words[8:])
     for name, config in configurations(words, 400, folder / "lines").items():
         path = folder / "lines.toml"
@@ -117,7 +122,7 @@ def test_nothing_is_measured_where_nothing_is_sparse(folder, capsys):
     # As a configuration for training has them.
     (folder / "run.toml").write_text(
         "[validation]\nenable = true\nevery = 9\n[metrics]\npictures_every = 10\n"
-        "[checkpoint]\nenable = true\nlast_save_in_hf = true\n"
+        "[checkpoint]\nenable = true\nlast_save_in_hf = true\n[profiling]\nenable = true\n"
     )
     words = [*_words(folder, "short"), "--config", str(folder / "run.toml")]
     below = words.index("--attention.vertical_slash.dense_below") + 1
@@ -134,11 +139,30 @@ def test_nothing_is_measured_where_nothing_is_sparse(folder, capsys):
     assert sorted(path.name for path in (folder / "short").iterdir()) == [".lock", "recall_0.9"]
 
 
+@pytest.mark.parametrize("step", [1, 2])
+def test_an_interrupt_ends_all_measurements(folder, monkeypatch, step):
+    """Not one run alone, which itself stops as a training run does."""
+    steps = iter(range(1, step + 1))
+    one_step = choose.Trainer.step
+
+    def interrupted(trainer):
+        if next(steps, None) == step:
+            signal.raise_signal(signal.SIGINT)
+        return one_step(trainer)
+
+    monkeypatch.setattr(choose.Trainer, "step", interrupted)
+    out = f"interrupted-{step}"
+    monkeypatch.setattr(sys, "argv", ["titan-sparse", "choose", *_words(folder, out)])
+    assert __main__.main() == 130
+    assert [path.name for path in (folder / out).glob("*/")] == ["recall_0.9"]
+
+
 @pytest.mark.parametrize(
     "word",
     [
         *("--optimizer.lr=1", "--attention.vertical_slash.recall=0.5", "--validation.every=3"),
         *("--guard.enable=false", "--lr_scheduler.decay_type=linear"),
+        *("--attention.xattention.stride=8", "--profiling.steps=3"),
     ],
 )
 def test_what_it_would_ignore_is_refused(folder, capsys, word):

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from tests.reference import structured_qkv
-from tests.refusals import error_of, refused
+from tests.refusals import error_of, refused, room_for
 from tests.runs import tiny_config
 from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import MoBA, VerticalSlash, XAttention
-from titan_sparse.commands import inspect
+from titan_sparse.commands import evaluate, inspect
 from titan_sparse.commands.evaluate import main, parse
 from titan_sparse.config import Attention, Data, save
 from titan_sparse.data.shards import FORMATS
@@ -298,6 +298,25 @@ def test_curves_against_the_table_of_all_pairs(pattern):
     assert point["density"] == pytest.approx((pairs.sum((1, 2)) / (at + 1).sum()).tolist())
     assert point["recall"] == pytest.approx((mass * pairs).sum(-1).mean(-1).tolist())
     assert ("verticals" in point) == isinstance(pattern, VerticalSlash)
+
+
+def test_a_full_disk_and_a_folder_that_cannot_be_made_are_named(
+    folder, tmp_path, monkeypatch, capsys
+):
+    run = folder / "run"
+    of_run = f"--config {run}/config.toml --checkpoint {run} --out {tmp_path}/out".split()
+    sizes = {inspect: ["--length=256"], evaluate: SMALL.split()}
+    for module, words in sizes.items():
+        with room_for(100):
+            error = error_of(capsys, module.main, *words, *of_run)
+        dist.destroy_process_group()
+        assert f"File too large: '{tmp_path}/out'" in error
+    # Nothing is computed that could not be written.
+    (tmp_path / "file").touch()
+    for module, words in sizes.items():
+        monkeypatch.setattr(module, "build_scorer", None)
+        error = error_of(capsys, module.main, *words, *of_run[:-1], str(tmp_path / "file"))
+        assert f"File exists: '{tmp_path}/file'" in error
 
 
 def test_a_checkpoint_is_inspected(folder, tmp_path):

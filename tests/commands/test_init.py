@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 import torch.distributed as dist
@@ -91,6 +93,17 @@ def test_options_and_refused_combinations_are_printed(capsys):
     assert "flags of train.py would be ignored" in error_of(capsys, options.main, "--dry-run")
 
 
+def test_readers_that_have_seen_enough():
+    """Such as head."""
+    program = [sys.executable, "-m", "titan_sparse"]
+    for words in (["options"], ["--help"]):
+        process = subprocess.Popen(
+            [*program, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        process.stdout.close()
+        assert process.stderr.read() == "" and process.wait() == 141
+
+
 COLOR = re.compile("\033\\[\\d+m")
 
 
@@ -102,7 +115,8 @@ def words(tmp_path, monkeypatch) -> list[str]:
     write_rows(tmp_path / "chats.jsonl", [{"messages": CHAT}, {"messages": long}])
     source = str(tmp_path / "chats.jsonl")
     options = {"source": source, "format": "messages", "tokenizer": folder}
-    words = ["--training.seq_len", "100", "--parallelism.cp", "4"]
+    (tmp_path / "ranks.toml").write_text("[training]\nseq_len = 100\n[parallelism]\ncp = 4\n")
+    words = ["--config", str(tmp_path / "ranks.toml")]
     for name, value in options.items():
         words += [f"--data.{name}", value]
     return words
@@ -139,10 +153,22 @@ def test_prepared_chats_and_text_are_shown_too(words, tmp_path, capsys):
     assert "⟦<|begin_of_text|>hello<|endoftext|>⟧" in printed
 
 
+def test_what_training_leaves_out_is_not_shown(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    write_rows(tmp_path / "text.jsonl", [{"text": text} for text in ("abc", "", "abcd", "abcde")])
+    words = ["--data.source", f"{tmp_path}/text.jsonl", "--plain", "--samples", "2"]
+    for least, shown in (("0", ["abc", "abcd"]), ("4", ["abcd", "abcde"]), ("5", ["abcde"])):
+        assert show_data.main([*words, f"--data.min_document_length={least}"]) == 0
+        assert re.findall("⟦(abc[a-z]*)", capsys.readouterr().out) == shown
+
+
 def test_mistakes_are_one_line(words, tmp_path, capsys):
     negative = error_of(capsys, show_data.main, *words, "--samples", "-1")
     assert "--samples: -1 is too small" in negative
     assert "flags" in error_of(capsys, show_data.main, *words, "--dry-run")
+    for word in ("--training.seq_len=9", "--data.shuffle=false", "--attention.moba.top_k=3"):
+        said = f"{word[2:].partition('=')[0]} would be ignored as no sample depends on it; leave"
+        assert said in error_of(capsys, show_data.main, *words, word)
     write_rows(tmp_path / "chats.jsonl", [{"messages": CHAT[:2]}])
     error = error_of(capsys, show_data.main, *words)
     assert 'chats.jsonl, row 1: "messages" holds no message of the role "assistant"' in error

@@ -130,6 +130,7 @@ BAD_WORDS = [
     ("--training.steps=1 2", 'unexpected word "2"'),
     ("--training.steps 1 2", 'unexpected word "2"'),
     ("--config", "config needs a value"),
+    ("--config a.toml --config=b.toml", "all but one would be ignored: a.toml, b.toml; write one"),
     ("--print-config=yes", '--print-config = "yes" is not true or false'),
 ]
 

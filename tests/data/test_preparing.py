@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 
 from tests.data.helpers import (
+    CHATML,
     END,
     GLM,
     PLAIN,
@@ -26,8 +28,9 @@ from tests.data.helpers import (
     train_tokenizer,
     write_rows,
     write_texts,
+    write_tokenizer,
 )
-from tests.refusals import error_of
+from tests.refusals import error_of, room_for
 from titan_sparse.commands.prepare_data import main, show_histogram
 from titan_sparse.data import preparing
 from titan_sparse.data.documents import READER
@@ -35,6 +38,8 @@ from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import MDSRows, Recipe, open_rows
 from titan_sparse.data.shards import TokenShards, write_shard
 from titan_sparse.data.tokenizer import ByteTokenizer, load_tokenizer
+
+ASKED = [{"role": "user", "content": "a"}]
 
 
 @pytest.mark.parametrize("ending", [".txt", ".jsonl.zst", ".parquet"])
@@ -125,6 +130,47 @@ def test_what_cannot_be_prepared_is_refused(tmp_path, monkeypatch, capsys, words
     monkeypatch.chdir(tmp_path)
     prepared(tmp_path)
     assert reason in error_of(capsys, main, *words.split(), "--processes=1")
+
+
+@pytest.mark.parametrize(
+    ("row", "words", "said"),
+    [
+        ({"text": 5}, "", 'correct it, or write (--bad-rows "skip")'),
+        ({"text": "\ud800"}, "", 'correct it, or write (--bad-rows "skip")'),
+        ({"prompt": "a", "completion": "b"}, "", 'or (--format "prompt_completion") if the rows'),
+        (
+            {"messages": ASKED},
+            "--format messages --tokenizer tokenizer",
+            '(--bad-rows "skip")',
+        ),
+    ],
+)
+def test_refusals_advise_options_of_the_command(tmp_path, monkeypatch, capsys, row, words, said):
+    """What they advise is taken. Configurations have the same options as keys of [data]."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    write_tokenizer(tmp_path / "tokenizer", CHATML)
+    good = {"text": "b", "messages": [*ASKED, {"role": "assistant", "content": "b"}]}
+    good = {name: good[name] for name in row if name in good} or row
+    write_rows(tmp_path / "rows.jsonl", [row, good])
+    words = ["rows.jsonl", "out", "--processes=1", *words.split()]
+    error = error_of(capsys, main, *words)
+    assert (found := re.search(said, error)) and not re.search(r"data\.(?!source)", error)
+    assert main([*words, *shlex.split(found[1])]) == 0
+
+
+def test_a_full_disk_is_named(tmp_path, monkeypatch, capsys):
+    """That of the cache, or that of the folder."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    write_rows(tmp_path / "rows.jsonl", [{"text": "a" * 5000}])
+    words = [f"{tmp_path}/rows.jsonl", f"{tmp_path}/out", "--processes=1"]
+    with room_for(100):
+        error = error_of(capsys, main, *words)
+    assert f"{tmp_path}/cache/titan_sparse'" in error and "File too large" in error
+    with room_for(8000):
+        error = error_of(capsys, main, *words)
+    assert f"File too large: '{tmp_path}/out'" in error
+    assert main(words) == 0
 
 
 @pytest.mark.parametrize("place", ["texts/z.jsonl", "disk/deep/z.jsonl", "blobs/4f2a"])

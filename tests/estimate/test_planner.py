@@ -24,7 +24,7 @@ from titan_sparse.estimate.constants import (
     load_constants,
     shape_of,
 )
-from titan_sparse.estimate.indexes import load_indexes, random_index
+from titan_sparse.estimate.indexes import load_indexes, random_index, save_indexes
 from titan_sparse.estimate.planner import Setting, count, plan_layer
 from titan_sparse.models.flavours import FLAVOURS
 
@@ -165,6 +165,31 @@ def test_other_files_are_refused(tmp_path, name):
     torch.save({"x": 1}, tmp_path / "other")
     with refused(f"--index .*{name}: "):
         load_indexes(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"parameters": {"reach": 2}}, "unexpected keyword argument 'reach'"),
+        ({"parameters": {"sinks": -1}}, "vertical_slash.sinks = -1 is out of range"),
+        ({"layers": [[]]}, "not enough values to unpack"),
+        ({"heads": None}, ""),
+        ({"pattern": "other"}, "pattern other is not one of dense, vertical_slash"),
+        ({"pattern": None}, "pattern None is not one of"),
+    ],
+    ids=str,
+)
+def test_indexes_of_another_version_are_refused(tmp_path, changed, said):
+    ranges = Causal().rows(64 * 8)
+    pattern, tensors = random_index(4, 512, 8, 0.3)
+    path = tmp_path / "index.pt"
+    save_indexes(path, pattern, ranges, [pattern.index(tensors, ranges, 1, 4, 8)])
+    data = torch.load(path) | changed
+    for key in [key for key, value in changed.items() if value is None]:
+        del data[key]
+    torch.save(data, path)
+    with refused(f"--index {path}: .*{said}"):
+        load_indexes(path)
 
 
 BUILT_IN = load_constants(DEFAULT_CONSTANTS)

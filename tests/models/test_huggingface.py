@@ -33,7 +33,7 @@ from tests.models.helpers import (
     tokens_and_positions,
 )
 from tests.models.transformers_models import VOCAB, read_model, save_model
-from tests.refusals import error_of, refused
+from tests.refusals import error_of, refused, room_for
 from tests.runs import tiny_config, train
 from titan_sparse.commands.export_hf import main as export_hf
 from titan_sparse.config import Config, Model, check_start, save
@@ -425,7 +425,11 @@ def test_a_run_from_hugging_face_and_back(texts, capsys):
         assert torch.equal(x.full_tensor(), out[huggingface_name(name)])
     dist.destroy_process_group()
     before = _files(run)
-    assert export_hf([str(run), str(texts / "out")]) == 0
+    with room_for(100):
+        error = error_of(capsys, export_hf, str(run), str(texts / "out"))
+    assert f"{texts}/out.incomplete/model.safetensors cannot be written: " in error
+    assert export_hf([str(run), f"{texts}/out/"]) == 0
+    assert not list(texts.rglob("*.incomplete"))
     half = [str(texts / "half"), "--dtype", "bfloat16"]
     assert export_hf([str(run / "checkpoint/step-2"), *half]) == 0
     assert _files(run) == before
@@ -439,6 +443,17 @@ def test_a_run_from_hugging_face_and_back(texts, capsys):
     assert transformers.AutoModelForCausalLM.from_pretrained(written).config.vocab_size == VOCAB
     for source, message in ((texts, "holds no complete checkpoint"), (run, "already there")):
         assert message in error_of(capsys, export_hf, str(source), str(texts / "out"))
+    # The file to correct is named, as the command takes no keys.
+    moved = texts / "moved"
+    moved.mkdir()
+    (moved / "checkpoint").symlink_to(run / "checkpoint")
+    config = (run / "config.toml").read_text()
+    for key in (f'initial_hf = "{texts}/in"', 'tokenizer = "bytes"'):
+        elsewhere = f'{key.partition(" ")[0]} = "{texts}/elsewhere"'
+        assert config.count(key) == 1
+        (moved / "config.toml").write_text(config.replace(key, elsewhere))
+        error = error_of(capsys, export_hf, str(moved), str(texts / "again"))
+        assert f"error: {moved}/config.toml: " in error and elsewhere in error
     # A head of its own is not dropped.
     set_values(texts / "in", tie_word_embeddings=True)
     error = error_of(capsys, export_hf, str(run / "checkpoint/step-2"), str(texts / "again"))

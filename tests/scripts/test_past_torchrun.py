@@ -76,7 +76,7 @@ def _without_pause(folder: Path, seconds: str = "0.1") -> Path:
 def test_only_a_failure_is_started_again_and_so_many_times(
     tmp_path, command, restarts, status, starts
 ):
-    count = f"cd {tmp_path}; echo >> starts; {command}"
+    count = f"cd {tmp_path}; echo >> starts; echo $TITAN_SPARSE_RESTART_COUNT >> counts; {command}"
     done = subprocess.run(
         [_without_pause(tmp_path), "bash", "-c", count],
         env=os.environ | {"RESTARTS": restarts},
@@ -87,6 +87,8 @@ def test_only_a_failure_is_started_again_and_so_many_times(
     lines = tmp_path / "starts"
     assert done.returncode == status
     assert (len(lines.read_text()) if lines.exists() else 0) == starts
+    counts = (tmp_path / "counts").read_text().split() if starts else []
+    assert counts == [str(number) for number in range(starts)]
     assert done.stderr.count("starts again in") == max(starts - 1, 0)
     assert ("(1 of 3 restarts are left)" in done.stderr) == (starts == 4)
     assert (f"RESTARTS = {restarts} is not a number; write" in done.stderr) == (starts == 0)

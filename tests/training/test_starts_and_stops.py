@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tests.distributed import on_ranks
 from tests.runs import metrics_of, tiny_config, write_texts
-from titan_sparse.config import Config
+from titan_sparse.config import Config, load
 from titan_sparse.data import PackedLoader
 from titan_sparse.training import export
 from titan_sparse.training.recovery import Decision, decide
@@ -200,7 +200,8 @@ def test_a_run_that_goes_on(folder, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "titan_sparse")
     settings = SETTINGS | {"training__steps": 4, "optimizer__lr": 0.1}
     shutil.copytree(folder / "saved", folder / "goes_on")
-    run, events = _run(monkeypatch, tiny_config(folder, "goes_on", **settings))
+    back = {"checkpoint__load_step": 2}
+    run, events = _run(monkeypatch, tiny_config(folder, "goes_on", **settings, **back))
     assert events == ["first 3", "save 4", "export 4"]
     messages = _messages(caplog)
     assert "resumed at step 2" in messages and "finished 4 steps" in messages
@@ -211,7 +212,11 @@ def test_a_run_that_goes_on(folder, monkeypatch, caplog):
     with open(folder / "goes_on/.lock", "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert gc.isenabled()
-    assert (folder / "goes_on/config.toml").exists()
+    # With it the run goes on. Going back was of this start.
+    of_run = folder / "goes_on/config.toml"
+    *_, of_start = sorted((folder / "goes_on").glob("starts/*/config.toml"))
+    for path, step in ((of_run, -1), (of_start, 2)):
+        assert load(["--config", str(path)])[0].checkpoint.load_step == step
 
     # Stopped before its first step, it saves nothing.
     config = tiny_config(folder, "saved", **settings)

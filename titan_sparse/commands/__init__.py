@@ -86,6 +86,8 @@ def refuses(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
     def run(words: list[str]) -> int:
         try:
             return main(words)
+        except BrokenPipeError:
+            raise
         except (ValueError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 2

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from titan_sparse.commands import in_tokens, parser_of, positive, refuses
 from titan_sparse.config import Config, ConfigError, check, world_from_environment
 from titan_sparse.config.reading import KINDS, as_words, given_keys, load_config
-from titan_sparse.config.sections import Checkpoint, Metrics, Validation
+from titan_sparse.config.sections import Checkpoint, Metrics, Profiling, Validation
 from titan_sparse.config.start import is_first_rank
 from titan_sparse.data.shards import write_json
 from titan_sparse.models.flavours import resolve
@@ -64,7 +64,10 @@ VARIED = (
     *("training.seq_len", "training.output_dir", "model.initial_hf"),
 )
 """What the options of this command decide."""
-UNUSED = ("checkpoint.", "guard.", "lr_scheduler.", "metrics.", "validation.")
+UNUSED = (
+    *("checkpoint.", "guard.", "lr_scheduler.", "metrics.", "profiling.", "validation."),
+    *("attention.moba.", "attention.xattention."),
+)
 """Sections that nothing measured depends on, but for metrics.recall_rows."""
 
 
@@ -130,6 +133,7 @@ def configurations(words: list[str], seq_len: int, out: Path) -> dict[str, Confi
         keys |= {"training.seq_len": seq_len, "training.output_dir": folder}
         config = load_config([*words, *as_words(keys)])
         config.checkpoint = Checkpoint()
+        config.profiling = Profiling()
         config.validation = Validation()
         config.metrics = Metrics(
             log_every=1,
@@ -179,7 +183,8 @@ def measured(name: str, config: Config) -> Row:
             # Without a backward through its layers, a step takes a quarter of the time.
             trainer.model.requires_grad_(False)
             trainer.model.norm.requires_grad_(True)
-        trainer.train()
+        if trainer.train():
+            raise KeyboardInterrupt
         steps = config.training.steps
         # The first step on a CPU also measures recall, and those after it tell the time.
         seconds = []

@@ -22,18 +22,19 @@ import torch.distributed as dist
 
 from titan_sparse.commands import in_tokens, parser_of, positive, refuses
 from titan_sparse.config import Config, check, world_from_environment
+from titan_sparse.config.ignored import of_other_patterns
 from titan_sparse.config.reading import lengths_of, refuse_ignored, require
 from titan_sparse.data import Tokenizer, open_tokenizer
 from titan_sparse.data.documents import open_documents
 from titan_sparse.evaluation import needle, pictures, position
 from titan_sparse.evaluation.answers import Sample, score_samples
 from titan_sparse.evaluation.scorer import Sequence
+from titan_sparse.options.values import full_disk_at
 from titan_sparse.training.attention import sparse_from
 from titan_sparse.training.load import (
     build_scorer,
     find_checkpoint,
     load_for_evaluation,
-    of_other_patterns,
 )
 from titan_sparse.training.metrics import json_ready
 
@@ -65,7 +66,8 @@ def main(words: list[str]) -> int:
     if dist.get_rank() == 0:
         for line in dense_lengths(args, config, windows, needles):
             print(line)
-        files = write(results, origin_of(args, config, checkpoint), args.out)
+        with full_disk_at(args.out):
+            files = write(results, origin_of(args, config, checkpoint), args.out)
         print(summary(results))
         print(f"wrote {', '.join(files)} in {args.out}")
     return 0

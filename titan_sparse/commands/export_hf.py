@@ -14,6 +14,9 @@ import torch
 
 from titan_sparse.commands import parser_of, refuses
 from titan_sparse.config import load, trains_random_base
+from titan_sparse.config.reading import config_errors
+from titan_sparse.config.sources import tokenizer_folder, tokenizer_name
+from titan_sparse.models.flavours import resolve
 from titan_sparse.training.checkpoint.reader import verify
 from titan_sparse.training.export import export
 from titan_sparse.training.load import find_checkpoint, find_config
@@ -34,7 +37,14 @@ def main(words: list[str]) -> int:
     args = parser.parse_args(words)
     dtype = getattr(torch, args.dtype) if args.dtype else None
     checkpoint = find_checkpoint(args.run_or_checkpoint)
-    config, _ = load(["--config", find_config(args.run_or_checkpoint)])
+    path = find_config(args.run_or_checkpoint)
+    config, _ = load(["--config", path])
+    # What it names may be elsewhere on this machine. That of a run is the place to correct, and that
+    # of a checkpoint has a checksum.
+    with config_errors(f"{path}: " if checkpoint != args.run_or_checkpoint else ""):
+        resolve(**vars(config.model))
+        if (name := tokenizer_name(config)) != "bytes":
+            tokenizer_folder(name)
     verify(checkpoint)
     if args.merge and not config.lora.rank:
         raise ValueError(f"--merge: {checkpoint} has no adapters; leave --merge out")

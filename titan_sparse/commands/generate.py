@@ -21,6 +21,7 @@ import torch.distributed as dist
 from titan_sparse.commands import parser_of, positive, refuses
 from titan_sparse.config import Config, check, world_from_environment
 from titan_sparse.config.changes import read_saved
+from titan_sparse.config.ignored import of_other_patterns
 from titan_sparse.config.reading import load_config, refuse_ignored, require
 from titan_sparse.data import Tokenizer, open_tokenizer
 from titan_sparse.data.chat_template import ChatTemplate, load_template
@@ -33,7 +34,6 @@ from titan_sparse.training.load import (
     find_checkpoint,
     find_config,
     load_for_evaluation,
-    of_other_patterns,
 )
 
 

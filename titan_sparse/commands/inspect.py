@@ -24,6 +24,7 @@ from titan_sparse.data.documents import open_documents
 from titan_sparse.evaluation.inspection import figures, inspect_layer, inspect_layers, summary
 from titan_sparse.evaluation.position import first_windows
 from titan_sparse.models.flavours import resolve
+from titan_sparse.options.values import full_disk_at
 from titan_sparse.training.load import build_scorer, find_checkpoint
 
 
@@ -35,6 +36,8 @@ def main(words: list[str]) -> int:
     documents = open_documents(config.data, tokenizer, config.model.initial_hf)
     length = args.length
     (sequence,) = first_windows(documents, length, length, length, 1)
+    folder = Path(args.out)
+    folder.mkdir(parents=True, exist_ok=True)
     scorer = build_scorer(config, checkpoint, tokenizer)
     layers = inspect_layers(
         scorer.model,
@@ -48,13 +51,12 @@ def main(words: list[str]) -> int:
             seed=args.seed,
         ),
     )
-    folder = Path(args.out)
-    folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"about": origin_of(args, config, checkpoint), **summary(layers)})
-    (folder / "inspection.json").write_text(text + "\n", encoding="utf-8")
     drawn = figures(layers, args.length)
-    for name, figure in drawn.items():
-        figure.savefig(folder / name, dpi=110)
+    with full_disk_at(folder):
+        (folder / "inspection.json").write_text(text + "\n", encoding="utf-8")
+        for name, figure in drawn.items():
+            figure.savefig(folder / name, dpi=110)
     print(f"wrote {', '.join(['inspection.json', *drawn])} in {args.out}")
     return 0
 

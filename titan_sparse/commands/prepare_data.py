@@ -14,6 +14,7 @@ and keeps finished shards. See docs/data.md.
 import argparse
 import logging
 import os
+import re
 import shlex
 import sys
 from concurrent.futures.process import BrokenProcessPool
@@ -25,7 +26,7 @@ from titan_sparse.config import Data, field_docs
 from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import OPTIONS, Recipe
 from titan_sparse.models.huggingface_files import local_folder
-from titan_sparse.options.values import plain
+from titan_sparse.options.values import full_disk_at, plain
 
 REASONS_SHOWN = 10
 """Reasons for which chats are skipped that have a line of their own."""
@@ -41,7 +42,10 @@ def main(words: list[str]) -> int:
         setattr(args, name, folder)
     recipe = Recipe(args.source, **{name: getattr(args, name) for name in OPTIONS})
     try:
-        meta = prepare(recipe, args.out, args.processes)
+        with full_disk_at(args.out):
+            meta = prepare(recipe, args.out, args.processes)
+    except ValueError as error:
+        raise ValueError(in_flags(str(error))) from error
     except BrokenProcessPool:
         print(
             "error: a process died, perhaps because memory ran out; "
@@ -98,6 +102,21 @@ def arguments(words: list[str]) -> argparse.Namespace:
             add(f"--{flag}", dest=option.name, default=option.default, **more)
     add("--processes", type=positive, default=os.cpu_count(), help="default: as many as CPUs")
     return parser.parse_args(words)
+
+
+def in_flags(message: str) -> str:
+    """A message that names keys of [data], as configurations have them, with this command's
+    options."""
+
+    def flag_of(found: re.Match[str]) -> str:
+        name, _, value = found.groups()
+        flag = name.replace("_", "-")
+        if value in ("true", "false"):
+            return f"--{flag}" if value == "true" else f"--no-{flag}"
+        return f"--{flag}{' ' * (found[2] is not None)}{value or ''}"
+
+    keys = "|".join(sorted(OPTIONS, key=len, reverse=True))
+    return re.sub(rf'\bdata\.({keys})\b( = ("[^"]*"|true\b|false\b)?)?', flag_of, message)
 
 
 def show_kept(meta: dict[str, Any]) -> str:

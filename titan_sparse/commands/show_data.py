@@ -4,17 +4,19 @@
 
 Text that is learned is green, special tokens are bold, and the rest is dim. With --plain, for files
 and terminals without colors, text that is learned is between ⟦ and ⟧. Each part of a mixture is
-shown. Other words are options of the configuration, as train.py takes them.
+shown, without empty samples and those shorter than data.min_document_length. Other words are options of the
+configuration that samples depend on, as train.py takes them.
 """
 
 import logging
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from titan_sparse.commands import parser_of, positive, refuses
 from titan_sparse.config import Flags, check, world_of
-from titan_sparse.config.reading import load_config
+from titan_sparse.config.reading import KINDS, load_config, refuse_ignored
 from titan_sparse.config.sources import parts_of
 from titan_sparse.data import Tokenizer, open_tokenizer
 from titan_sparse.data.documents import open_documents
@@ -23,6 +25,10 @@ LEARNED = "\033[32m"
 NOT_LEARNED = "\033[2m"
 SPECIAL = "\033[1m"
 RESET = "\033[0m"
+
+_OF_ORDER = ("data.sequences", "data.shuffle")
+"""The keys of [data] that change no sample."""
+_OF_TOKENIZER = ("model.initial_hf", "model.random_weights")
 
 
 @refuses
@@ -34,14 +40,20 @@ def main(words: list[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("titan_sparse").setLevel(logging.INFO)
     config = load_config(rest)
+    of_samples = {key for key in KINDS if key.startswith("data.")}.difference(_OF_ORDER)
+    others = KINDS.keys() - of_samples.union(_OF_TOKENIZER)
+    refuse_ignored(rest, dict.fromkeys(others, "as no sample depends on it"))
     # For as many ranks as it needs: the data are the same on any.
     check(config, *world_of(Flags(dry_run=True), config.parallelism, 1, 1))
     tokenizer = open_tokenizer(config)
     for part in parts_of(config.data):
         documents = open_documents(part, tokenizer, config.model.initial_hf)
         print(f"{part.source}: {len(documents):,} samples, {documents.sample_format.format}")
-        for index in range(min(args.samples, len(documents))):
-            tokens, learned = documents[index]
+        samples = ((index, *documents[index]) for index in range(len(documents)))
+        # The end-of-document token does not count.
+        shortest = max(part.min_document_length, 1)
+        long = (sample for sample in samples if len(sample[1]) > shortest)
+        for index, tokens, learned in islice(long, args.samples):
             if learned is None:
                 learned = np.ones(len(tokens), dtype=bool)
             print(f"\nsample {index + 1}: {len(tokens):,} tokens, {int(learned.sum()):,} learned")

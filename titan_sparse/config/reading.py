@@ -96,6 +96,12 @@ def load(argv: list[str]) -> tuple[Config, Flags]:
     if any(name == "help" for name, _ in options):
         print(usage())
         raise SystemExit(0)
+    files = [text for name, text in options if name == "config"]
+    require(
+        len(files) <= 1,
+        f"command line: of {len(files)} --config, all but one would be ignored: "
+        f"{', '.join(map(str, files))}; write one file, and other keys as --section.key value",
+    )
     given = {}
     for name, text in options:
         if item := _FLAGS.get(name):

@@ -34,7 +34,7 @@ from titan_sparse.data.rows import (
 )
 from titan_sparse.data.shards import TokenShards, is_prepared
 from titan_sparse.data.tokenizer import Encoded, SampleFormat, Tokenizer, begun
-from titan_sparse.options.values import one_line, show
+from titan_sparse.options.values import full_disk_at, one_line, show
 
 logger = logging.getLogger("titan_sparse")
 
@@ -170,7 +170,8 @@ def _cached_rows(states: list["FileState"], data: Data) -> Any:
             # One rank of a node reads, and the others wait.
             with filelock.FileLock(path.with_suffix(".lock"), poll_interval=0.01):
                 if not path.exists():
-                    _write_cache(path, states, field, data)
+                    with full_disk_at(path.parent):
+                        _write_cache(path, states, field, data)
         return pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).read_all()
     except pyarrow.ArrowInvalid as error:
         raise ValueError(

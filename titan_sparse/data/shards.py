@@ -12,6 +12,7 @@ tokenizer's digest and end-of-document token, and all counts.
 """
 
 import bisect
+import io
 import json
 import os
 from collections.abc import Iterable
@@ -79,14 +80,17 @@ def write_shard(
     mask_path = shard_path(folder, number, "mask")
     with shard_path(folder, number, "bin").open("wb") as file, mask_path.open("wb") as mask_file:
         for tokens, learned in documents:
-            tokens.astype(little_endian).tofile(file)
+            # tofile() would not say that the disk is full.
+            file.write(tokens.astype(little_endian))
             if learned is not None:
-                learned.astype(np.uint8).tofile(mask_file)
+                mask_file.write(learned.astype(np.uint8))
                 learned_tokens += int(learned.sum())
             offsets.append(offsets[-1] + len(tokens))
     if mask_path.stat().st_size == 0:
         mask_path.unlink()
-    np.save(shard_path(folder, number, "idx.npy"), np.asarray(offsets, dtype=np.int64))
+    index = io.BytesIO()
+    np.save(index, np.asarray(offsets, dtype=np.int64))
+    shard_path(folder, number, "idx.npy").write_bytes(index.getbuffer())
     return offsets, learned_tokens
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.patterns import PATTERNS, BlockIndex, Pattern, VerticalSlash
+from titan_sparse.options.values import one_line
 
 _FORMAT = 1
 
@@ -89,13 +90,19 @@ def load_indexes(path: str | Path) -> tuple[MaskRanges, list[BlockIndex]]:
         data = None
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         raise ValueError(f"--index {path}: not a file of save_indexes(), format {_FORMAT}")
-    if data["pattern"] not in PATTERNS:
+    if data.get("pattern") not in PATTERNS:
         known = ", ".join(PATTERNS)
-        raise ValueError(f"--index {path}: pattern {data['pattern']} is not one of {known}")
-    pattern = PATTERNS[data["pattern"]](**data["parameters"])
-    ranges = MaskRanges(data["start"], data["stop"], data["document_start"], data["causal"])
-    of_batch = (ranges, data["batch"], data["heads"], data["block_size"])
-    return ranges, [pattern.index(tensors, *of_batch) for tensors in data["layers"]]
+        raise ValueError(f"--index {path}: pattern {data.get('pattern')} is not one of {known}")
+    try:
+        pattern = PATTERNS[data["pattern"]](**data["parameters"])
+        ranges = MaskRanges(data["start"], data["stop"], data["document_start"], data["causal"])
+        of_batch = (ranges, data["batch"], data["heads"], data["block_size"])
+        return ranges, [pattern.index(tensors, *of_batch) for tensors in data["layers"]]
+    except Exception as error:  # other versions may have other options and tensors
+        raise ValueError(
+            f"--index {path}: not as this version of save_indexes() writes it ({one_line(error)}); "
+            "save it again with this version"
+        ) from error
 
 
 def random_index(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention.masks.ranges import MaskRanges, token_positions
-from titan_sparse.attention.masks.visibility import block_reach, tiles_between
+from titan_sparse.attention.masks.visibility import block_reach, seen_blocks, tiles_between
 from titan_sparse.attention.patterns import BlockIndex
 
 _ELEMENTS = 1 << 23
@@ -47,8 +47,7 @@ def count_visits(index: BlockIndex, ranges: MaskRanges, table: Tensor) -> Visits
     at_once = max(1, _ELEMENTS // (batch * index.heads * len(blocks)))
     for q_blocks in blocks.split(at_once):
         rank = owner[q_blocks]
-        for first, last, is_whole in _parts_of_keys(ranges, q_blocks, size):
-            k_blocks = blocks[first:last]
+        for k_blocks, is_whole in _parts_of_keys(ranges, q_blocks, size):
             # [B or 1, nq, nk]: how many heads compute a tile, and for how many
             # all of its queries do.
             find = index.heads_selecting_whole if is_whole else index.heads_selecting
@@ -61,14 +60,15 @@ def count_visits(index: BlockIndex, ranges: MaskRanges, table: Tensor) -> Visits
                 kinds = [(counted, tiles * seen.whole) for counted, tiles in kinds]
                 if len(seen.whole) == 1:
                     some = some.sum(0, keepdim=True) * (batch // len(some))
-                cut = (rank[seen.q], first + seen.k)
+                cut = (rank[seen.q], k_blocks[seen.k])
                 computing = some.expand_as(seen.whole)[seen.sequence, seen.q, seen.k].long()
                 partial.index_put_(cut, computing, accumulate=True)
                 cut_pairs.index_put_(cut, computing * seen.pairs, accumulate=True)
             for counted, tiles in kinds:
                 # A mask or an index may stand for all sequences.
                 alike = batch // len(tiles)
-                counted[:, first:last].index_add_(0, rank, tiles.sum(0), alpha=alike)
+                of_part = counted[:, k_blocks].index_add_(0, rank, tiles.sum(0), alpha=alike)
+                counted[:, k_blocks] = of_part
     pairs = full * size**2 + cut_pairs
     # [W, blocks] -> [W, W, n] -> [W, W]
     full_of_ranks, partial_of_ranks, pairs_of_ranks = (
@@ -87,24 +87,25 @@ def count_visits(index: BlockIndex, ranges: MaskRanges, table: Tensor) -> Visits
 
 def _parts_of_keys(
     ranges: MaskRanges, q_blocks: Tensor, size: int
-) -> Iterator[tuple[int, int, bool]]:
-    """Runs of KV blocks, first and last + 1, that hold all keys these blocks of queries see; and
-    whether every query sees all keys of the run."""
+) -> Iterator[tuple[Tensor, bool]]:
+    """Lists of KV blocks, int64, that hold all keys these blocks of queries see; and whether every
+    query sees all keys of the list, whose blocks are then in a row."""
     if ranges.slices is not None:
-        yield 0, ranges.start.shape[1] // size, False
+        yield seen_blocks(ranges, q_blocks[None], size)[0].nonzero().flatten(), False
         return
+    blocks = torch.arange(ranges.start.shape[1] // size, device=q_blocks.device)
     reach = block_reach(ranges, token_positions(q_blocks, size), size)
     first = int(reach.first.min()) // size
     last = -(-int(reach.last.max()) // size)
     whole_first = -(-int(reach.all_first.max()) // size)
     whole_last = int(reach.all_last.min()) // size
     if whole_first < whole_last:
-        yield whole_first, whole_last, True
+        yield blocks[whole_first:whole_last], True
     else:
         whole_first = whole_last = last
     for begin, end in ((first, whole_first), (whole_last, last)):
         if begin < end:
-            yield begin, end, False
+            yield blocks[begin:end], False
 
 
 def by_step(visits: Visits, sources: Tensor, needed: Tensor) -> Tensor:

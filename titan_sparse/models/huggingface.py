@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -28,6 +29,7 @@ from titan_sparse.models.config import DecoderConfig, is_adapter
 from titan_sparse.models.huggingface_config import config_json, read_json, set_positions, set_theta
 from titan_sparse.models.huggingface_files import INDEX_FILE, open_tensors, write_files
 from titan_sparse.models.initialization import canonical_name, trained_tokens, whole_name
+from titan_sparse.options.values import full_disk_at, one_line
 
 logger = logging.getLogger("titan_sparse")
 
@@ -260,13 +262,22 @@ def export_weights(
                     part = tensor[stored.index]
                     # Copy a part of a tensor, because two entries of a file may not share memory.
                     tensors[stored.name] = part if part.shape == tensor.shape else part.clone()
-            # transformers requires the format.
-            save_file(tensors, incomplete / file, metadata={"format": "pt"})
+            save_tensors(tensors, incomplete / file)
             file_of_tensor |= dict.fromkeys(tensors, file)
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": file_of_tensor}
             written[INDEX_FILE] = json_bytes(index)
         write_files(written, incomplete)
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a file that transformers and PEFT read. Raises OSError, one line, where that is
+    impossible."""
+    try:
+        # transformers requires the format.
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {one_line(error)}") from error
 
 
 def json_bytes(value: Any) -> bytes:
@@ -281,9 +292,10 @@ def new_folder(folder: str, checkpoint: str) -> Iterator[Path]:
     (next to `checkpoint`), where old ones are deleted.
     """
     path = Path(folder)
-    incomplete = Path(f"{folder}.incomplete")
     if path.exists():
         raise ValueError(f"{folder} is already there; write the name of a new folder")
+    # The name may end with a slash.
+    incomplete = path.with_name(f"{path.name}.incomplete")
     checkpoints = Path(checkpoint).resolve().parent
     resolved = path.resolve()
     inside = resolved.is_relative_to(checkpoints) and resolved.relative_to(checkpoints).parts[0]
@@ -294,7 +306,8 @@ def new_folder(folder: str, checkpoint: str) -> Iterator[Path]:
         )
     shutil.rmtree(incomplete, ignore_errors=True)
     incomplete.mkdir(parents=True)
-    yield incomplete
+    with full_disk_at(folder):
+        yield incomplete
     # Last, so that a folder of this name is always complete.
     os.rename(incomplete, path)
 

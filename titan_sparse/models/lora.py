@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -24,6 +23,7 @@ from titan_sparse.models.huggingface import (
     copy_rows,
     huggingface_name,
     new_folder,
+    save_tensors,
     stored_tensors,
 )
 from titan_sparse.models.huggingface_files import open_tensors, write_files
@@ -120,7 +120,7 @@ def export_adapter(
             # PEFT leaves out the adapter's name, and puts its wrappers before transformers' names.
             own_name = huggingface_name(name).replace(f".{NAME}.", ".").removesuffix(f".{NAME}")
             tensors[f"base_model.model.{own_name}"] = tensor
-        save_file(tensors, incomplete / ADAPTER_FILE, metadata={"format": "pt"})
+        save_tensors(tensors, incomplete / ADAPTER_FILE)
         settings = peft_config(adapters, config.tied_embeddings, source)
         settings.inference_mode = True
         settings.save_pretrained(incomplete)

@@ -1,13 +1,16 @@
 """Values of options: their ranges, how they are checked, and how messages show
 them. Imports no torch."""
 
+import contextlib
 import difflib
+import errno
 import json
 import math
 import numbers
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 MOST = 2**31 - 1
@@ -116,6 +119,21 @@ def one_of(key: str, value: Any, choices: Collection[str]) -> str:
 def one_line(error: BaseException) -> str:
     """The text of an error of any library, for a message of one line."""
     return " ".join(str(error).split())
+
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What a write fails with where there is no room."""
+
+
+@contextlib.contextmanager
+def full_disk_at(path: str | Path) -> Iterator[None]:
+    """Inside, errors of a full disk name `path`. By themselves they name no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL_DISK or error.filename is not None:
+            raise
+        raise OSError(error.errno, one_line(error), str(path)) from error
 
 
 def show(value: Any) -> str:

@@ -162,16 +162,6 @@ def load_for_evaluation(
     return config
 
 
-def of_other_patterns(config: Config) -> dict[str, str]:
-    """The options of patterns that `config` does not use, and the reason why
-    they would be ignored."""
-    pattern = config.attention.pattern
-    # Only patterns have sections within a section.
-    keys = (key for key in KINDS if key.count(".") > 1)
-    reason = f"with attention.pattern = {show(pattern)}"
-    return {key: reason for key in keys if not key.startswith(f"attention.{pattern}.")}
-
-
 def _leave_out_others(config: Config, words: list[str]) -> None:
     """Resets what the run's file says of other sources than data.source. What `words` say stays,
     and is refused where it does nothing."""

@@ -1,6 +1,7 @@
 """A training run: its parts from top to bottom, then the loop."""
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import logging
@@ -157,7 +158,7 @@ class Trainer:
             self.progress,
             states={"guard": self.guard},
             texts={
-                "config.toml": to_toml(config),
+                "config.toml": to_toml(self._going_on()),
                 changes.ORIGIN_FILE: changes.origin_text(self.origin),
             },
         )
@@ -185,11 +186,11 @@ class Trainer:
         # Groups made after the world's have torch's own timeout so far, 10 minutes for NCCL.
         self._use_long_timeout()
 
-    def train(self) -> None:
+    def train(self) -> bool:
         """Train from the newest checkpoint to training.steps.
 
         SIGINT or SIGTERM ends the run earlier, after the last step that is finished within
-        training.stop_grace_seconds. Its state is saved.
+        training.stop_grace_seconds. Its state is saved. Returns whether a signal came.
         """
         self._announce()
         with self.signals, self.watch, contextlib.closing(self.loader):
@@ -205,6 +206,12 @@ class Trainer:
         self.metrics.close()
         unlock_run(self.config.training.output_dir)
         report_end(self.config, began_after, self.progress.step, stopped)
+        return stopped
+
+    def _going_on(self) -> Config:
+        """The configuration with which the run goes on. checkpoint.load_step is of this start."""
+        section = dataclasses.replace(self.config.checkpoint, load_step=-1)
+        return dataclasses.replace(self.config, checkpoint=section)
 
     def _load(self) -> None:
         """Resume from the run's newest checkpoint, else read model.initial_hf, if any."""
@@ -497,4 +504,4 @@ class Trainer:
         logger.info("%s", "\n".join(shown))
         for line in self.loader.advice():
             logger.warning("%s", line)
-        save(config, training.output_dir)
+        save(self._going_on(), training.output_dir)

@@ -142,6 +142,26 @@ def test_a_restart_goes_on_from_the_branch(tmp_path, monkeypatch, variable, coun
     assert resumed(tmp_path, load_step=2).progress.step == step
 
 
+@pytest.mark.parametrize("names", ["TORCHELASTIC_RUN_ID", "TITAN_SPARSE_ENDED"])
+@pytest.mark.parametrize("record", ["as it was", "of an older version", "damaged"])
+def test_a_restart_by_past_torchrun_goes_on_from_the_branch(tmp_path, monkeypatch, names, record):
+    """It has the name of the rendezvous, or with --standalone, which makes another one for each
+    start, that of the script."""
+    Run(tmp_path).train(4)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "first")
+    monkeypatch.setenv("TITAN_SPARSE_ENDED", "/tmp/first/ended")
+    monkeypatch.setenv("TITAN_SPARSE_RESTART_COUNT", "0")
+    run = resumed(tmp_path, load_step=2)
+    run.train(3)
+    path = run.folder / "rolled-back.json"
+    if record != "as it was":
+        path.write_text('{"load_step": 2, "job": "first"}' if record != "damaged" else "{")
+    monkeypatch.setenv(names, "second")
+    monkeypatch.setenv("TITAN_SPARSE_RESTART_COUNT", "1")
+    again = resumed(tmp_path, load_step=2)
+    assert again.progress.step == (3 if record == "as it was" else 2)
+
+
 def test_a_load_step_that_is_not_there_moves_nothing(tmp_path):
     run = Run(tmp_path).train(3)
     flip_bit(run.folder / "step-2/__0_0.distcp")

@@ -81,12 +81,19 @@ def seen_blocks(ranges: MaskRanges, table: Tensor, block_size: int) -> Tensor:
     ranks = len(table)
     blocks = ranges.start.shape[1] // block_size
     if ranges.slices is not None:
-        k_blocks = torch.arange(blocks, device=table.device)
-        seen = []
-        for q_blocks in table:
-            pairs = tile_weights(ranges, q_blocks, k_blocks, block_size).pairs
-            seen.append((pairs > 0).flatten(0, 1).any(0))
-        return torch.stack(seen)
+        tiles = tiles_of_slices(ranges, block_size)
+        lines, first, last = tiles.touched.line, tiles.touched.first, tiles.touched.last
+        is_own = torch.zeros(ranks, blocks, dtype=torch.int64, device=table.device)
+        is_own.scatter_(1, table, 1)
+        changes = is_own.new_zeros(ranks, blocks + 1)
+        if tiles.lines_are_keys:
+            # [W, blocks + 1]: own blocks before each. A run of queries that holds some sees a line.
+            before = torch.nn.functional.pad(is_own.cumsum(1), (1, 0))
+            seen = changes.index_add_(1, lines, before[:, last] - before[:, first])
+        else:
+            changes.index_add_(1, first, is_own[:, lines])
+            seen = changes.index_add_(1, last, -is_own[:, lines]).cumsum(1)
+        return seen[:, :-1] > 0
     position = token_positions(table.flatten(), block_size)
     # [Bm, tokens]: the run of blocks that each query sees adds 1 where it begins, and takes it away
     # where it ends.

@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from titan_sparse.config import Config, ConfigError, Refusal, check, world_from_environment
 from titan_sparse.config.checking import chat_template_kwargs
+from titan_sparse.config.ignored import of_other_patterns
 from titan_sparse.config.reading import as_words, refuse_ignored, require, tokens
 from titan_sparse.config.sources import tokenizer_name
 from titan_sparse.data.chat_template import as_prepared, run_texts
@@ -40,7 +41,6 @@ from titan_sparse.training.load import (
     find_checkpoint,
     find_config,
     load_for_evaluation,
-    of_other_patterns,
 )
 
 logger = logging.getLogger("titan_sparse")

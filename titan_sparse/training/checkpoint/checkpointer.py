@@ -41,7 +41,11 @@ from titan_sparse.training.optimizer import shard_of
 logger = logging.getLogger("titan_sparse")
 
 _ROLLED_BACK = "rolled-back.json"
-"""The last load_step, and the job that went back to it."""
+"""The last load_step, and the names of the job that went back to it."""
+_JOBS = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "TITAN_SPARSE_ENDED")
+"""What names a job. torchrun alone has another name for each start with --standalone, and
+scripts/past_torchrun.sh another one on each host."""
+_RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT", "TITAN_SPARSE_RESTART_COUNT")
 
 
 @dataclass
@@ -298,12 +302,23 @@ class Checkpointer:
     def _roll_back(self, step: int) -> None:
         """Make the whole checkpoint of `step` the newest, unless this is a restart of a job that
         has done it already."""
-        job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "")
-        record = json.dumps({"load_step": step, "job": job}) + "\n"
         path = self.folder / _ROLLED_BACK
-        counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-        is_restart = any(int(os.environ.get(name, 0)) > 0 for name in counts)
-        if on_first_rank(lambda: is_restart and path.exists() and path.read_text() == record):
+        # A host that is back after it was lost does not know that the job has been restarted.
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(
+            of_ranks, [{os.environ.get(name, "") for name in _JOBS}, _restarts()]
+        )
+        jobs = sorted(set().union(*(names for names, _ in of_ranks)) - {""})
+        is_restart = any(count for _, count in of_ranks)
+
+        def has_gone_back() -> bool:
+            try:
+                record = json.loads(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                return False
+            return record["load_step"] == step and not set(jobs).isdisjoint(record.get("jobs", []))
+
+        if is_restart and on_first_rank(has_gone_back):
             return
         try:
             verify(folders.step_folder(self.folder, step))
@@ -313,8 +328,14 @@ class Checkpointer:
                 "write another step, or -1 for the newest"
             ) from None
         self._move_newer(step)
+        record = json.dumps({"load_step": step, "jobs": jobs}) + "\n"
         on_first_rank(lambda: path.write_text(record, encoding="utf-8"))
 
     def _move_newer(self, step: int) -> None:
         if aside := on_first_rank(lambda: folders.roll_back(self.folder, step)):
             logger.info("checkpoints newer than step %d are in %s now", step, aside)
+
+
+def _restarts() -> int:
+    """The number of times that this job has been started again."""
+    return sum(int(os.environ.get(name, 0)) for name in _RESTARTS)

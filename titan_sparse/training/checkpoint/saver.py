@@ -5,7 +5,6 @@ checksums, and a save is made durable before its folder gets the name step-N. (D
 lose their exceptions.)
 """
 
-import errno
 import hashlib
 import io
 import logging
@@ -32,6 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from titan_sparse.config import Checkpoint, Refusal
 from titan_sparse.config.start import cores_of_rank
+from titan_sparse.options.values import FULL_DISK
 from titan_sparse.training.checkpoint.folders import (
     CHECKSUMS,
     METADATA,
@@ -50,8 +50,6 @@ _ALIGNMENT = 512
 
 _FILES_PER_RANK = 4
 """At most; so many threads hash and write."""
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class SaveError(OSError):
@@ -220,7 +218,7 @@ def write(
         if not isinstance(error, OSError):
             logger.warning("%s", failure)
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        if isinstance(error, OSError) and error.errno in _FULL:
+        if isinstance(error, OSError) and error.errno in FULL_DISK:
             size = sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
             reason = (
                 f"no space left on the disk ({error.strerror}); a save needs "
