@@ -104,8 +104,7 @@ def test_heads_at_their_caps_are_counted(folder, capsys):
 
 
 def test_the_lines_to_write_hold_what_was_measured(folder):
-    (folder / "other.toml").write_text("[attention.xattention]\nstride = 8\n")
-    words = [*_words(folder, "lines"), f"--config={folder}/other.toml"]
+    words = [*_words(folder, "lines"), "--attention.xattention.stride=8"]
     words = words_of_runs(str(folder / "model"), 2, words[8:])
     for name, config in configurations(words, 400, folder / "lines").items():
         path = folder / "lines.toml"
@@ -162,7 +161,7 @@ def test_an_interrupt_ends_all_measurements(folder, monkeypatch, step):
     [
         *("--optimizer.lr=1", "--attention.vertical_slash.recall=0.5", "--validation.every=3"),
         *("--guard.enable=false", "--lr_scheduler.decay_type=linear"),
-        *("--attention.xattention.stride=8", "--profiling.steps=3"),
+        "--profiling.steps=3",
     ],
 )
 def test_what_it_would_ignore_is_refused(folder, capsys, word):

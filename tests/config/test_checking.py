@@ -6,8 +6,6 @@ import re
 import pytest
 
 from tests.config.test_reading import message_of
-from tests.refusals import error_of
-from titan_sparse.commands import train
 from titan_sparse.config import Config, Data, check, load, to_toml
 from titan_sparse.config.sources import source_weights
 
@@ -95,31 +93,6 @@ def test_options_that_would_be_ignored(words):
     message = message_of(check_words, words)
     key = words.split()[0].removeprefix("--")
     assert re.search(f"^{key} = .* would be ignored with {IGNORED[words]} = .*; write", message)
-
-
-@pytest.mark.parametrize(
-    "words, because",
-    [
-        ("--checkpoint.interval 5", "checkpoint.enable = false"),
-        ("--checkpoint.keep_latest_k=3", "checkpoint.enable = false"),
-        ("--profiling.with_stack", "profiling.enable = false"),
-        ("--attention.moba.top_k 3", 'attention.pattern = "vertical_slash"'),
-        (
-            "--attention.vertical_slash.recall 0.9 --attention.pattern dense",
-            'attention.pattern = "dense"',
-        ),
-    ],
-)
-def test_words_of_what_is_off_and_files_with_them(words, because, tmp_path, capsys):
-    key = words.split()[0].removeprefix("--").partition("=")[0]
-    message = f"command line: {key} would be ignored with {because}; leave it out"
-    assert message in error_of(capsys, train.main, *words.split(), "--print-config")
-    path = tmp_path / "run.toml"
-    path.write_text(to_toml(load(words.split())[0]))
-    assert train.main(["--config", str(path), "--print-config"]) == 0
-    section, _, _ = because.partition(" = ")
-    on = {"attention.pattern": key.split(".")[1]}.get(section, "true")
-    assert train.main([*words.split(), f"--{section}={on}", "--print-config"]) == 0
 
 
 REFUSED = {

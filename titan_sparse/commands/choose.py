@@ -64,10 +64,7 @@ VARIED = (
     *("training.seq_len", "training.output_dir", "model.initial_hf"),
 )
 """What the options of this command decide."""
-UNUSED = (
-    *("checkpoint.", "guard.", "lr_scheduler.", "metrics.", "profiling.", "validation."),
-    *("attention.moba.", "attention.xattention."),
-)
+UNUSED = ("checkpoint.", "guard.", "lr_scheduler.", "metrics.", "profiling.", "validation.")
 """Sections that nothing measured depends on, but for metrics.recall_rows."""
 
 

@@ -105,7 +105,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
 
 
 def in_flags(message: str) -> str:
-    """A message that names keys of [data], as configurations have them, with this command's
+    """A message that advises keys of [data], as configurations have them, with this command's
     options."""
 
     def flag_of(found: re.Match[str]) -> str:
@@ -116,7 +116,9 @@ def in_flags(message: str) -> str:
         return f"--{flag}{' ' * (found[2] is not None)}{value or ''}"
 
     keys = "|".join(sorted(OPTIONS, key=len, reverse=True))
-    return re.sub(rf'\bdata\.({keys})\b( = ("[^"]*"|true\b|false\b)?)?', flag_of, message)
+    said, semicolon, advice = message.partition("; ")
+    pattern = rf'\bdata\.({keys})\b( = ("[^"]*"|true\b|false\b)?)?'
+    return said + semicolon + re.sub(pattern, flag_of, advice)
 
 
 def show_kept(meta: dict[str, Any]) -> str:

@@ -4,8 +4,8 @@
 
 Text that is learned is green, special tokens are bold, and the rest is dim. With --plain, for files
 and terminals without colors, text that is learned is between ⟦ and ⟧. Each part of a mixture is
-shown, without empty samples and those shorter than data.min_document_length. Other words are options of the
-configuration that samples depend on, as train.py takes them.
+shown, without empty samples and those shorter than data.min_document_length. Other words are
+options of the configuration, as train.py takes them.
 """
 
 import logging
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from titan_sparse.commands import parser_of, positive, refuses
 from titan_sparse.config import Flags, check, world_of
-from titan_sparse.config.reading import KINDS, load_config, refuse_ignored
+from titan_sparse.config.reading import load_config
 from titan_sparse.config.sources import parts_of
 from titan_sparse.data import Tokenizer, open_tokenizer
 from titan_sparse.data.documents import open_documents
@@ -25,10 +25,6 @@ LEARNED = "\033[32m"
 NOT_LEARNED = "\033[2m"
 SPECIAL = "\033[1m"
 RESET = "\033[0m"
-
-_OF_ORDER = ("data.sequences", "data.shuffle")
-"""The keys of [data] that change no sample."""
-_OF_TOKENIZER = ("model.initial_hf", "model.random_weights")
 
 
 @refuses
@@ -40,9 +36,6 @@ def main(words: list[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("titan_sparse").setLevel(logging.INFO)
     config = load_config(rest)
-    of_samples = {key for key in KINDS if key.startswith("data.")}.difference(_OF_ORDER)
-    others = KINDS.keys() - of_samples.union(_OF_TOKENIZER)
-    refuse_ignored(rest, dict.fromkeys(others, "as no sample depends on it"))
     # For as many ranks as it needs: the data are the same on any.
     check(config, *world_of(Flags(dry_run=True), config.parallelism, 1, 1))
     tokenizer = open_tokenizer(config)

@@ -24,7 +24,6 @@ from titan_sparse.config import (
     world_from_environment,
     world_of,
 )
-from titan_sparse.config.ignored import refuse_unused
 from titan_sparse.config.start import is_first_rank
 from titan_sparse.training.faults.launcher import (
     OtherRankFailed,
@@ -62,7 +61,6 @@ def main(words: list[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     set_allocator()
     config, flags = load_and_check(words, *world_from_environment())
-    refuse_unused(config, words)
     if not flags.starts_nothing:
         check_launch()
         check_start(config)

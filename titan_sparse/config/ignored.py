@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import NamedTuple
 
-from titan_sparse.config.reading import KINDS, clash, refuse_ignored, show
+from titan_sparse.config.reading import KINDS, clash, show
 from titan_sparse.config.sections import Config
 from titan_sparse.config.sources import has_chats, is_local, source_formats, source_weights
 
@@ -145,15 +145,3 @@ def of_other_patterns(config: Config) -> dict[str, str]:
     keys = (key for key in KINDS if key.count(".") > 1)
     reason = f"with attention.pattern = {show(pattern)}"
     return {key: reason for key in keys if not key.startswith(f"attention.{pattern}.")}
-
-
-def refuse_unused(config: Config, words: list[str]) -> None:
-    """Raises ConfigError for words of the command line that set what `config` leaves off. Files may
-    hold such keys, so that one line switches them on."""
-    reasons = of_other_patterns(config)
-    for name in ("checkpoint", "profiling"):
-        section = getattr(config, name)
-        if not section.enable:
-            unused = vars(section).keys() - {"enable"}
-            reasons |= {f"{name}.{key}": f"with {name}.enable = false" for key in unused}
-    refuse_ignored(words, reasons)

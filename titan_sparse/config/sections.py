@@ -163,8 +163,8 @@ class Parallelism:
 class Attention:
     """Mask, pattern, layout, schedule, backend.
 
-    Only the sub-table that `pattern` names is used. In a file, the others may hold changed values
-    and do nothing, so that a sweep over variants changes one line.
+    Only the sub-table that `pattern` names is used. The others may hold changed values and do
+    nothing, so that a sweep over variants changes one line.
     """
 
     mask: Literal["documents", "causal", "causal_across_documents"] = "documents"
